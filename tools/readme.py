@@ -1,0 +1,13 @@
+"README.md from nbs/index.ipynb, without Quarto"
+from pathlib import Path
+from fastcore.nbio import read_nb
+from nbdev.process import NBProcessor
+
+def render(nbp='nbs/index.ipynb'):
+    res = []
+    for c in NBProcessor(nbp, rm_directives=False).nb.cells:
+        d,src = c.directives_,c.source
+        if 'hide' in d or not src.strip(): continue
+        src = '\n'.join(l for l in src.splitlines() if not l.startswith('#|')).strip()
+        if c.cell_type=='markdown': res.append(src); continue
+        if d.get('echo')!='false': res.append(f'
