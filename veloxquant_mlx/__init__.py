@@ -5,6 +5,16 @@ Modules:
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
 - `veloxquant_mlx.core.settings`: The fields of a configuration that belong to no single method.
+- `veloxquant_mlx.engine.attention`: Attention in plain array operations: the path without a GPU, and what kernels are compared with.
+- `veloxquant_mlx.engine.base`: mlx-lm's whole cache protocol, for one layer, so that a method only says what it stores.
+- `veloxquant_mlx.engine.codecs`: The two group layouts that many methods share: per token and per channel.
+- `veloxquant_mlx.engine.hook`: One wrapper around MLX's attention function lets every cache see the model's real queries.
+- `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
+- `veloxquant_mlx.engine.registry`: The one list of methods.
+- `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
+- `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
+- `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
+- `veloxquant_mlx.models.load`: One call for a hub id, a folder, a GGUF file, or the small embedded model.
 - `veloxquant_mlx.ops.affine`: Round-to-nearest codes with one scale and one zero point per group, along channels or along tokens.
 - `veloxquant_mlx.ops.codebook`: The best few levels for numbers of a known law, or for numbers at hand.
 - `veloxquant_mlx.ops.lowrank`: A few rounds of power iteration give the best rank-r part of a block, without an SVD.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from .errors import *
 
-# %% ../../nbs/core/fields.ipynb #a756c854
+# %% ../../nbs/core/fields.ipynb #4870c7d9
 def opt(default, # default value, as on the reference page
     doc:str, # one sentence: what the option does; symbols in $…$
     *, ge=None, # smallest legal number
@@ -23,7 +23,7 @@ def opt(default, # default value, as on the reference page
     le=None, # largest legal number
     lt=None, # legal numbers are smaller than this
     choices=None, # the legal values, if they are a list
-    order:int=0 # 0: in its class's place; n > 0: the n-th of the fields listed last in `KVCacheConfig`
+    order:float=None # place among the fields of `KVCacheConfig`; None: that of its class
 ):
     "A dataclass field that knows its meaning and its legal values"
     meta = dict(doc=doc, order=order, choices=None if choices is None else tuple(choices), ge=ge, gt=gt, le=le, lt=lt)

@@ -18,7 +18,7 @@ from .abstractions import *
 from .errors import *
 from .fields import *
 
-# %% ../../nbs/core/settings.ipynb #7f7c1f9f
+# %% ../../nbs/core/settings.ipynb #10357b35
 @dataclass
 class CacheSettings(Options):
     "Configuration fields that belong to no single method"
@@ -37,11 +37,11 @@ class CacheSettings(Options):
     sliding_window:int|None = opt(None, "$w$: a query sees only the last $w$ tokens, itself included", ge=1)
     store:ArtifactStore|None = opt(None, "where artifacts computed ahead of time are found")
     observers:list = opt([], "objects that are told what every update stored")
-    residual_length:int = opt(128, "$R$, newest tokens kept exact", ge=0, order=-1)
-    use_metal_kernels:bool|None = opt(None, "None: GPU kernels where the device has them; True: require them; False: plain array operations", order=97)
-    fused_sdpa:bool|None = opt(False, "several new tokens at once: read earlier tokens part by part and merge, instead of unpacking them once", order=98)
-    fused_sdpa_max_ctx:int|None = opt(None, "hard limit on tokens of a layer for that path", ge=1, order=99)
-    fused_sdpa_memory_bound:bool = opt(False, "unpack earlier tokens in tiles of at most 1,024", order=99)
+    residual_length:int = opt(128, "$R$, newest tokens kept exact", ge=0, order=6.5)
+    use_metal_kernels:bool|None = opt(None, "None: GPU kernels where the device has them; True: require them; False: plain array operations", order=197)
+    fused_sdpa:bool|None = opt(False, "several new tokens at once: read earlier tokens part by part and merge, instead of unpacking them once", order=198)
+    fused_sdpa_max_ctx:int|None = opt(None, "hard limit on tokens of a layer for that path", ge=1, order=199)
+    fused_sdpa_memory_bound:bool = opt(False, "unpack earlier tokens in tiles of at most 1,024", order=199)
 
 # %% ../../nbs/core/settings.ipynb #8d47fc17
 @patch

@@ -71,20 +71,19 @@ def codebook_mse(n_bits:int, # code width b
     levels, prob = lloyd_max(n_bits, dim)
     return float(1-(prob*levels**2).sum())
 
-# %% ../../nbs/ops/codebook.ipynb #642ffb9e
-def fit_levels(samples:mx.array, # (..., n) float32
-    weights:mx.array, # (..., n) float32; 0 leaves a sample out
+# %% ../../nbs/ops/codebook.ipynb #0d49af9b
+def fit_levels(samples:np.ndarray, # (n,)
+    weights:np.ndarray, # (n,)
     n_bits:int, # code width b
     n_iters:int # Lloyd rounds
-)->mx.array: # (..., 2^b) ascending float32
+)->np.ndarray: # (2^b,) ascending float64
     "Weighted one-dimensional k-means from even levels on [-1, 1]"
-    n = 2**n_bits
-    y, w = samples.reshape(-1, samples.shape[-1]), weights.reshape(-1, samples.shape[-1])
-    levels = mx.broadcast_to((2*mx.arange(n)+1)/n-1, (y.shape[0], n))
+    order = np.argsort(samples, kind='stable')
+    y, w = samples[order].astype(np.float64), weights[order].astype(np.float64)
+    W, S = (np.concatenate([[0], np.cumsum(o)]) for o in (w, w*y))
+    levels = (2*np.arange(2**n_bits)+1)/2**n_bits-1
     for _ in range(n_iters):
-        cell = mx.stack([nearest_level(row, lv) for row,lv in zip(y, levels)])
-        member = mx.where(cell[:, None, :]==mx.arange(n)[None, :, None], w[:, None, :], 0)
-        total = member.sum(axis=-1)
-        mean = (member*y[:, None, :]).sum(axis=-1)/mx.where(total>0, total, 1)
-        levels = mx.sort(mx.where(total>0, mean, levels), axis=-1)
-    return levels.reshape(*samples.shape[:-1], n)
+        border = np.concatenate([[0], np.searchsorted(y, (levels[1:]+levels[:-1])/2, side='right'), [len(y)]])
+        total = np.diff(W[border])
+        levels = np.sort(np.where(total>0, np.diff(S[border])/np.where(total>0, total, 1), levels))
+    return levels
