@@ -2,16 +2,23 @@
 
 Modules:
 
+- `veloxquant_mlx.cache.base`: One configuration for every method, one cache for a layer, one list of caches for a model.
+- `veloxquant_mlx.cache.options`: Every method's options dataclass in one place.
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
+- `veloxquant_mlx.core.sample`: Queries, keys and values of a real model, in the package.
 - `veloxquant_mlx.core.settings`: The fields of a configuration that belong to no single method.
 - `veloxquant_mlx.engine.attention`: Attention in plain array operations: the path without a GPU, and what kernels are compared with.
 - `veloxquant_mlx.engine.base`: mlx-lm's whole cache protocol, for one layer, so that a method only says what it stores.
 - `veloxquant_mlx.engine.codecs`: The two group layouts that many methods share: per token and per channel.
 - `veloxquant_mlx.engine.hook`: One wrapper around MLX's attention function lets every cache see the model's real queries.
+- `veloxquant_mlx.engine.layers`: Which entries of a model's cache list can be compressed, and what was done to each.
 - `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
 - `veloxquant_mlx.engine.registry`: The one list of methods.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
+- `veloxquant_mlx.evaluate.corpus`: The reference text of all measurements: part of Python itself.
+- `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
+- `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
 - `veloxquant_mlx.models.load`: One call for a hub id, a folder, a GGUF file, or the small embedded model.

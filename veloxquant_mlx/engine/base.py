@@ -71,6 +71,32 @@ def cut(self:CompressedCache, n:int): raise NotImplementedError
 @patch(cls_method=True)
 def check_config(cls:CompressedCache, config): "Raise `QuantizerConfigError` if fields do not fit together"
 
+# %% ../../nbs/engine/base.ipynb #d828be83
+@patch
+def bind(self:CompressedCache, layer:int, # index in the model's cache list
+    attention, # the attention module, or None if it is unknown
+    rope, # `RopeParams` of the keys, or None
+    keep_live:bool # later layers ask for the rows of a call again
+):
+    "Take note of the layer that the cache serves"
+    self.layer, self.rope, self.keep_live = layer, rope, keep_live
+    self.config.head_dim = getattr(attention, 'head_dim', None) or self.config.head_dim
+
+# %% ../../nbs/engine/base.ipynb #b7c926f4
+@patch(cls_method=True)
+def layer_fields(cls:CompressedCache, width:int # an element of a per-layer list
+)->dict: # field → value
+    "What one element of a per-layer list of widths replaces"
+    return {cls.bit_field: width}
+
+# %% ../../nbs/engine/base.ipynb #ea897c57
+@patch
+def details(self:CompressedCache)->str:
+    "Head dimension, code width and options that differ from their defaults, in a line"
+    c, shown = self.config, ('head_dim', 'bit_width_inlier', self.bit_field)
+    width = [f"{getattr(c, self.bit_field)} bits"] if self.bit_field else []
+    return ', '.join([f"head_dim {c.head_dim}", *width, *(f"{k}={v}" for k,v in changed_fields(c).items() if k not in shown)])
+
 # %% ../../nbs/engine/base.ipynb #3d6b2648
 @patch
 def check_update(self:CompressedCache, keys:mx.array, # (B, H, L, D)
