@@ -17,8 +17,10 @@ Modules:
 - `veloxquant_mlx.engine.registry`: The one list of methods.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
 - `veloxquant_mlx.evaluate.corpus`: The reference text of all measurements: part of Python itself.
+- `veloxquant_mlx.evaluate.needle`: Can the model still find one sentence in a long text?
 - `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
+- `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
 - `veloxquant_mlx.models.load`: One call for a hub id, a folder, a GGUF file, or the small embedded model.

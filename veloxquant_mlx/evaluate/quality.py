@@ -56,7 +56,7 @@ class QualityResult:
     @property
     def ppl(self): return math.exp(self.nll)
 
-# %% ../../nbs/evaluate/quality.ipynb #fa7eb365
+# %% ../../nbs/evaluate/quality.ipynb #2519a0db
 def continuation_nll(model,
     tokens:list, # (n,) ids
     cache:list, # empty, one entry a layer
@@ -67,17 +67,17 @@ def continuation_nll(model,
 )->QualityResult:
     "Mean negative log-likelihood of a text's continuation, read through a cache"
     stats = []
-    other = continuation_logits(model, tokens, reference, prefill, chunk) if reference else None
+    other = continuation_logits(model, tokens, reference, prefill, chunk) if reference is not None else None
     with tqdm(total=len(tokens), disable=not progress, delay=1, leave=False, unit='tok', desc='quality') as bar:
         bar.update(prefill)
         for x,logits in continuation_logits(model, tokens, cache, prefill, chunk):
             q = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             rows = [-mx.take_along_axis(q, x[:,None], axis=1)[:,0]]
-            if other:
+            if other is not None:
                 p = next(other)[1]
                 p = p - mx.logsumexp(p, axis=-1, keepdims=True)
                 rows += [(mx.exp(p)*(p-q)).sum(-1), p.argmax(-1)!=q.argmax(-1)]
             stats.append(np.array(mx.stack([r.astype(mx.float32) for r in rows])))
             bar.update(x.size)
-    return QualityResult(*[float(m) for m in np.concatenate(stats, axis=1).mean(1)[:1]], tokens=len(tokens)-prefill,
-        **dict(zip(('kl','flips'), map(float, np.concatenate(stats, axis=1).mean(1)[1:]))))
+    nll,*more = np.concatenate(stats, axis=1).mean(1).tolist()
+    return QualityResult(nll, len(tokens)-prefill, *more)
