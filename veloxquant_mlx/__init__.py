@@ -20,6 +20,7 @@ Modules:
 - `veloxquant_mlx.evaluate.needle`: Can the model still find one sentence in a long text?
 - `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
+- `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
