@@ -1,6 +1,5 @@
 "README.md from nbs/index.ipynb, without Quarto"
 from pathlib import Path
-from fastcore.nbio import read_nb
 from nbdev.process import NBProcessor
 
 def render(nbp='nbs/index.ipynb'):
@@ -10,4 +9,10 @@ def render(nbp='nbs/index.ipynb'):
         if 'hide' in d or not src.strip(): continue
         src = '\n'.join(l for l in src.splitlines() if not l.startswith('#|')).strip()
         if c.cell_type=='markdown': res.append(src); continue
-        if d.get('echo')!='false': res.append(f'
+        if d.get('echo')!='false': res.append(f'```python\n{src}\n```')
+        for o in c.get('outputs', []):
+            txt = o.get('text') or o.get('data',{}).get('text/plain','')
+            if txt: res.append('    ' + ''.join(txt).rstrip().replace('\n','\n    '))
+    return '\n\n'.join(res)+'\n'
+
+if __name__=='__main__': Path('README.md').write_text(render())

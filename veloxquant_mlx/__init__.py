@@ -16,9 +16,12 @@ Modules:
 - `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
 - `veloxquant_mlx.engine.registry`: The one list of methods.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
+- `veloxquant_mlx.evaluate.compare`: One row a cache: quality, needle, bytes, time.
 - `veloxquant_mlx.evaluate.corpus`: The reference text of all measurements: part of Python itself.
+- `veloxquant_mlx.evaluate.memory`: How many bytes a cache really holds, and how many an uncompressed one would.
 - `veloxquant_mlx.evaluate.needle`: Can the model still find one sentence in a long text?
 - `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
+- `veloxquant_mlx.evaluate.speed`: A decode step with a cache, against the plain cache in the same run.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.

@@ -181,7 +181,7 @@ def layer_changes(m:Method, # the configured method
     base = {} if m.cache_class.bit_field=='bit_width_inlier' else dict(bit_width_inlier=2)
     return [m.cache_class.layer_fields(widths[order[s.entry]])|base if s.counts else {} for s in slots]
 
-# %% ../../nbs/cache/base.ipynb #0728c4f8
+# %% ../../nbs/cache/base.ipynb #190da791
 def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
     config:KVCacheConfig # of a servable method; `head_dim` is taken from the model
 )->list: # as long as the model's own cache list
@@ -196,7 +196,7 @@ def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
             s.cache.vq_reason = s.reason
             continue
         new = m.cache_class(layer_config(config, **changes))
-        new.bind(s.entry, s.attention, layer_rope(s.attention), keep_live)
+        new.bind(s.entry, getattr(s.attention, 'head_dim', None), layer_rope(s.attention), rope_unknown(s.attention), keep_live, type(lm).__module__)
         if s.member is None: caches[s.entry] = new
         else: caches[s.entry] = CacheList(*[new if j==s.member else o for j,o in enumerate(caches[s.entry].caches)])
         replaced += 1

@@ -64,7 +64,7 @@ def attend_part(queries:mx.array, # (B, H_q, L, D)
     weights = mx.exp(scores-mx.where(mx.isinf(lse), 0, lse))
     return (weights@v).reshape(B, H_q, L, -1), lse.reshape(B, H_q, L, 1)
 
-# %% ../../nbs/engine/attention.ipynb #4d9b88fb
+# %% ../../nbs/engine/attention.ipynb #f6e1084a
 def merge_parts(parts:list, # of (output, log-sum-exp) from `attend_part`
     sinks:mx.array=None # (H_q,) extra logits
 )->mx.array: # (B, H_q, L, D_v) float32
@@ -72,8 +72,10 @@ def merge_parts(parts:list, # of (output, log-sum-exp) from `attend_part`
     outs, lses = zip(*parts)
     lses = list(lses)
     if sinks is not None: lses.append(mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], lses[0].shape))
-    weights = mx.softmax(mx.stack(lses), axis=0)
-    return sum(w*o for w,o in zip(weights, outs))
+    lses = mx.stack(lses)
+    top = lses.max(axis=0)
+    weights = mx.exp(lses-mx.where(mx.isinf(top), 0, top))
+    return sum(w*o for w,o in zip(weights, outs))/mx.maximum(weights.sum(axis=0), 1e-30)
 
 # %% ../../nbs/engine/attention.ipynb #7c128b7f
 def attend_tiles(queries:mx.array, # (B, H_q, L, D)

@@ -9,8 +9,8 @@ Docs: https://example.github.io/veloxquant_mlx/engine/base.html.md"""
 # %% auto #0
 __all__ = ['FLOATS', 'Hidden', 'CompressedCache', 'cast_finite']
 
-# %% ../../nbs/engine/base.ipynb #2975723c
-import copy, time, weakref
+# %% ../../nbs/engine/base.ipynb #51860da6
+import copy, json, time, weakref
 from fastcore.basics import patch
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from ..core.abstractions import CacheEvent
 from ..core.errors import *
 from .hook import *
 from .registry import *
+from ..ops.rope import *
 
 # %% ../../nbs/engine/base.ipynb #2e74d1a3
 class Hidden:
@@ -39,7 +40,7 @@ class CompressedCache(KVCache):
     step = 256 # rows that buffers grow by
     to_quantized, merge = Hidden(), Hidden()
 
-# %% ../../nbs/engine/base.ipynb #81883e90
+# %% ../../nbs/engine/base.ipynb #1864d5cc
 @patch
 def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig` of this method
     self.config = layer_config(config)
@@ -47,7 +48,8 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self.shape = None # (B, H, D, D_v) after the first update
     self.source_dtype = None # of the model's keys, after the first update
     self.layer = self.rope = None # index and `RopeParams`, if the model is known
-    self.keep_live = False # the model asks for the rows of a call again, after its attention
+    self.rope_unknown = self.keep_live = False
+    self.model = 'the model'
     self._handles, self._kept, self._attended = None, None, True
     self._before = 0 # tokens seen before the current call
     if self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: there are no GPU kernels for {self.method} on this device")
@@ -71,16 +73,18 @@ def cut(self:CompressedCache, n:int): raise NotImplementedError
 @patch(cls_method=True)
 def check_config(cls:CompressedCache, config): "Raise `QuantizerConfigError` if fields do not fit together"
 
-# %% ../../nbs/engine/base.ipynb #d828be83
+# %% ../../nbs/engine/base.ipynb #d285fb60
 @patch
 def bind(self:CompressedCache, layer:int, # index in the model's cache list
-    attention, # the attention module, or None if it is unknown
+    head_dim:int|None, # D, or None if it is unknown
     rope, # `RopeParams` of the keys, or None
-    keep_live:bool # later layers ask for the rows of a call again
+    rope_unknown:bool, # keys may be rotated, but it is not known how
+    keep_live:bool, # later layers ask for the rows of a call again
+    model:str # name of the model's module, for messages
 ):
     "Take note of the layer that the cache serves"
-    self.layer, self.rope, self.keep_live = layer, rope, keep_live
-    self.config.head_dim = getattr(attention, 'head_dim', None) or self.config.head_dim
+    self.layer, self.rope, self.rope_unknown, self.keep_live, self.model = layer, rope, rope_unknown, keep_live, model
+    self.config.head_dim = head_dim or self.config.head_dim
 
 # %% ../../nbs/engine/base.ipynb #b7c926f4
 @patch(cls_method=True)
@@ -119,14 +123,14 @@ def cast_finite(x:mx.array, dtype:mx.Dtype)->mx.array:
     "Cast decoded rows; what is beyond fp16's range becomes its largest number"
     return (mx.clip(x, -65504., 65504.) if dtype==mx.float16 else x).astype(dtype)
 
-# %% ../../nbs/engine/base.ipynb #0dc7c592
+# %% ../../nbs/engine/base.ipynb #295a6807
 @patch
 def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     values:mx.array # (B, H, L, D_v)
 )->tuple: # two handles
     "Store new rows; the handles stand for all rows"
     self.check_update(keys, values)
-    if self.needs_queries and not self._attended: raise RuntimeError(f"{self.method}: attention hook bypassed by the model; this method needs its queries")
+    if self.needs_queries and not self._attended: raise RuntimeError(f"{self.method}: attention hook bypassed by {self.model}")
     self.commit()
     start = time.perf_counter()
     L = keys.shape[2]
@@ -137,7 +141,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     if self.config.observers: self._observe(keys.shape, start)
     return self._make_handles((keys, values) if L>1 else None)
 
-# %% ../../nbs/engine/base.ipynb #ded64e42
+# %% ../../nbs/engine/base.ipynb #b5a42eac
 @patch
 def _make_handles(self:CompressedCache, live # (keys, values) of the call, or None
 )->tuple:
@@ -146,17 +150,18 @@ def _make_handles(self:CompressedCache, live # (keys, values) of the call, or No
     if live is not None and not self._before: rows = live
     elif live is not None: rows = [mx.concatenate([cast_finite(self.dense(s, self._before), o.dtype), o], axis=2) for s,o in zip('kv', live)]
     else: rows = [cast_finite(self.dense(s, self.offset), self.source_dtype) for s in 'kv']
+    if live is not None: rows = mx.depends(list(rows), self.payload())
     handles = tuple(make_handle(r, self, s, o) for r,s,o in zip(rows, 'kv', live or (None, None)))
     self._handles = tuple(map(weakref.ref, handles))
     if self.keep_live: self._kept = handles
     return handles
 
-# %% ../../nbs/engine/base.ipynb #e2bd5493
+# %% ../../nbs/engine/base.ipynb #5947a908
 @patch
 def keys_and_values(self:CompressedCache)->tuple: # two handles
     "The handles of the last update, for layers that share them"
     handles = tuple(o() for o in self._handles) if self._handles else (None, None)
-    return handles if None not in handles else self._make_handles(None)
+    return handles if all(o is not None for o in handles) else self._make_handles(None)
 
 # %% ../../nbs/engine/base.ipynb #eb0a9a7a
 @patch(as_prop=True)
@@ -201,20 +206,22 @@ def header(self:CompressedCache)->mx.array: # int64
     kind = -1 if self.source_dtype is None else FLOATS.index(self.source_dtype)
     return mx.array([self.version, self.offset, *shape, kind, *self.counts()], mx.int64)
 
-# %% ../../nbs/engine/base.ipynb #64398748
+# %% ../../nbs/engine/base.ipynb #edef4771
 @patch(as_prop=True)
 def state(self:CompressedCache)->list:
     "A flat list of arrays from which the cache can be rebuilt"
     self.commit()
     self._kept = None
-    text = np.frombuffer(config_json(self.config).encode(), np.uint8)
-    return [self.header(), mx.array(text), *self.payload()]
+    about = dict(config=config_json(self.config), layer=self.layer, rope=rope_to_dict(self.rope))
+    return [self.header(), mx.array(np.frombuffer(json.dumps(about).encode(), np.uint8)), *self.payload()]
 
-# %% ../../nbs/engine/base.ipynb #3abcb678
+# %% ../../nbs/engine/base.ipynb #c4ce0719
 @patch(cls_method=True)
 def from_state(cls:CompressedCache, state, meta_state=None):
     "The cache that `state` came from"
-    self = cls(config_from_json(bytes(np.array(state[1])).decode()))
+    about = json.loads(bytes(np.array(state[1])))
+    self = cls(config_from_json(about['config']))
+    self.layer, self.rope = about['layer'], rope_from_dict(about['rope'])
     self._load(state)
     return self
 

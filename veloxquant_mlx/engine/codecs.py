@@ -9,8 +9,7 @@ Docs: https://example.github.io/veloxquant_mlx/engine/codecs.html.md"""
 # %% auto #0
 __all__ = ['PerToken', 'PerChannel']
 
-# %% ../../nbs/engine/codecs.ipynb #a5edf7e6
-import mlx.core as mx
+# %% ../../nbs/engine/codecs.ipynb #8f7cf841
 from .stream import *
 from ..ops.affine import *
 

@@ -8,11 +8,10 @@ Docs: https://example.github.io/veloxquant_mlx/engine/layers.html.md"""
 
 # %% auto #0
 __all__ = ['text_model', 'stock_caches', 'attention_of', 'attention_modules', 'Slot', 'is_mla', 'cache_slots', 'layer_rope',
-           'asks_again', 'CacheDescription', 'describe']
+           'rope_unknown', 'asks_again', 'CacheDescription', 'describe']
 
-# %% ../../nbs/engine/layers.ipynb #c1272762
+# %% ../../nbs/engine/layers.ipynb #68602521
 from dataclasses import dataclass
-import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from ..core.errors import *
 from ..core.fields import MarkdownTable
@@ -34,13 +33,13 @@ def stock_caches(model # as returned by `text_model`
     make = getattr(type(model), 'make_cache', None)
     return make(model) if make else [KVCache() for _ in model.layers]
 
-# %% ../../nbs/engine/layers.ipynb #06a420cb
+# %% ../../nbs/engine/layers.ipynb #8074d3a2
 def attention_of(layer # a module of `model.layers`
 ):
     "The layer's attention module, or None"
     for name in ('self_attn', 'attention', 'attn', 'self_attention', 'mixer', 'temporal_block'):
         m = getattr(layer, name, None)
-        if m is not None: return m
+        if m is not None: return getattr(m, 'attention', m)
 
 # %% ../../nbs/engine/layers.ipynb #d1f73d64
 def attention_modules(model, # as returned by `text_model`
@@ -79,7 +78,7 @@ def _reason(cache, attention, known, needs_queries)->str:
     if is_mla(attention) and needs_queries: return 'MLA: scores are not seen whole, and the method needs its queries'
     return ''
 
-# %% ../../nbs/engine/layers.ipynb #720ad7bf
+# %% ../../nbs/engine/layers.ipynb #8317ddc0
 def cache_slots(model, # as returned by `text_model`
     needs_queries:bool=False # the method cannot do without real queries
 )->tuple: # the cache list and its slots
@@ -88,18 +87,35 @@ def cache_slots(model, # as returned by `text_model`
     modules = attention_modules(model, len(caches))
     known = any(m is not None for m in modules)
     slots = []
-    for i,(c,m) in enumerate(zip(caches, modules)):
+    for i,(c,module) in enumerate(zip(caches, modules)):
         for j,o in (enumerate(c.caches) if isinstance(c, CacheList) else [(None, c)]):
+            m = module[j] if isinstance(module, list) else module
             reason = _reason(o, m, known, needs_queries)
             slots.append(Slot(i, j, o, m, reason, counts=not isinstance(o, ArraysCache) and not (known and m is None)))
     return caches, slots
 
-# %% ../../nbs/engine/layers.ipynb #34a94952
+# %% ../../nbs/engine/layers.ipynb #a2af6c52
+def _rope_module(attention):
+    "The rope module that the attention applies, or None"
+    if getattr(attention, 'use_rope', True) is False: return None
+    if type(attention).__module__.endswith('.cohere2') and not attention.use_sliding_window: return None # has one, does not apply it
+    module = getattr(attention, 'rope', getattr(attention, 'rotary_emb', None))
+    return None if type(module).__name__ in ('NoPE', 'Identity') else module
+
+# %% ../../nbs/engine/layers.ipynb #32d35401
 def layer_rope(attention # a module or None
 )->RopeParams|None:
     "RoPE of a layer's keys, if it can be undone"
     if attention is None or hasattr(attention, 'qk_rope_head_dim'): return None
-    return rope_params(getattr(attention, 'rope', None))
+    return rope_params(_rope_module(attention))
+
+# %% ../../nbs/engine/layers.ipynb #335aab1c
+def rope_unknown(attention # a module or None
+)->bool:
+    "Whether keys may be rotated in a way that cannot be undone here"
+    if attention is None: return True
+    if is_mla(attention): return False
+    return hasattr(attention, 'qk_rope_head_dim') or (_rope_module(attention) is not None and layer_rope(attention) is None)
 
 # %% ../../nbs/engine/layers.ipynb #69fc3ca5
 def asks_again(model)->bool:

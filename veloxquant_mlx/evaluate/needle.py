@@ -9,11 +9,12 @@ Docs: https://example.github.io/veloxquant_mlx/evaluate/needle.html.md"""
 # %% auto #0
 __all__ = ['insert_needle', 'needle_prompt', 'NeedleResult', 'needle_found']
 
-# %% ../../nbs/evaluate/needle.ipynb #0abb7bb3
+# %% ../../nbs/evaluate/needle.ipynb #14ce72af
 from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 from .corpus import corpus_tokens
 from .quality import announce_prompt
 
@@ -55,22 +56,25 @@ class NeedleResult:
     context:int # tokens of the prompt
     depth:float # where the needle stood
 
-# %% ../../nbs/evaluate/needle.ipynb #8952c517
+# %% ../../nbs/evaluate/needle.ipynb #fb690c40
 def needle_found(model,
     tokenizer, # with a chat template
     make_cache=None, # () → fresh cache list; None: mlx-lm's plain cache
     context:int=1024, # tokens of the prompt, about
     depth:float=.5, # where the needle stands, 0 to 1
     code:str='4817', # what is to be found
-    max_tokens:int=8 # length of the answer
+    max_tokens:int=8, # length of the answer
+    progress:bool=True # show a bar on stderr, after a second
 )->NeedleResult:
     "Hide a code in a long text and ask for it"
     prompt = needle_prompt(tokenizer, context, depth, code)
     cache = make_cache() if make_cache else make_prompt_cache(model)
     announce_prompt(cache, len(prompt))
     answer = []
-    for token,_ in generate_step(mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache, prefill_step_size=512):
-        if token in tokenizer.eos_token_ids: break
-        answer.append(token)
+    with tqdm(total=len(prompt), disable=not progress, delay=1, leave=False, unit='tok', desc='needle') as bar:
+        for token,_ in generate_step(mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache, prefill_step_size=512,
+                prompt_progress_callback=lambda done, total: bar.update(done-bar.n)):
+            if token in tokenizer.eos_token_ids: break
+            answer.append(token)
     answer = tokenizer.decode(answer).strip()
     return NeedleResult(code in answer, answer, len(prompt), depth)

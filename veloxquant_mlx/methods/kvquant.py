@@ -279,12 +279,12 @@ def check_config(cls:KVQuantCache, config):
     if r and (r%g or r<N): raise QuantizerConfigError(f"kvquant_refit_interval must be 0 or a multiple of kvquant_group_size, {g}, that is >= the calibration tokens, {N} (got {r})")
     if config.store is not None: raise QuantizerConfigError(f"store must be None: kvquant fits its tables on the sequence in this version (got {type(config.store).__name__})")
 
-# %% ../../nbs/methods/kvquant.ipynb #6f73190e
+# %% ../../nbs/methods/kvquant.ipynb #d00c8087
 @patch
 def streams(self:KVQuantCache, key_dim:int, value_dim:int)->tuple:
     c, n0 = self.config, self.config.kvquant_n_sink
     common = c.kvquant_bits, c.kvquant_outlier_fraction, c.kvquant_lloyd_iters, n_calibration(c), c.kvquant_refit_interval
-    if self.layer is not None and self.rope is None: warnings.warn("kvquant: RoPE parameters unknown, keys are quantized after RoPE", stacklevel=6)
+    if self.rope_unknown: warnings.warn("kvquant: RoPE parameters unknown, keys are quantized after RoPE", stacklevel=6)
     keys = NUQKeyCodec(*common, rope=self.rope, origin=n0)
     values = NUQValueCodec(*common, dim=value_dim, origin=n0)
     return tuple(Stream(o, block=c.kvquant_group_size, n_sink=n0) for o in (keys, values))

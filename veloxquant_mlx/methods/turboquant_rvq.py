@@ -11,11 +11,10 @@ Docs: https://example.github.io/veloxquant_mlx/methods/turboquant_rvq.html.md"""
 # %% auto #0
 __all__ = ['SPLITS', 'stage_books', 'RVQCodec', 'SplitCodec', 'TurboQuantRVQOptions', 'TurboQuantRVQCache']
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #33bbf38f
+# %% ../../nbs/methods/turboquant_rvq.ipynb #be0d7347
 import warnings
 from dataclasses import dataclass
 import mlx.core as mx
-import numpy as np
 from fastcore.basics import patch
 from ..core.errors import *
 from ..core.fields import *

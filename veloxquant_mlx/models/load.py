@@ -9,12 +9,14 @@ Docs: https://example.github.io/veloxquant_mlx/models/load.html.md"""
 # %% auto #0
 __all__ = ['embedded_model_path', 'prepare_model', 'load_model', 'ModelLoadError']
 
-# %% ../../nbs/models/load.ipynb #1224b935
+# %% ../../nbs/models/load.ipynb #86b8a85f
 import importlib.util
 import mlx_lm
 from pathlib import Path
 import mlx.core as mx, mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
+from tqdm import tqdm
 from .gguf import ModelLoadError, gguf_model, read_gguf
 from .gguf_tokenizer import gguf_tokenizer
 
@@ -40,9 +42,10 @@ def prepare_model(model:nn.Module,
     if dtype: model.set_dtype(dtype)
     return dequantize_model(model) if cpu else model
 
-# %% ../../nbs/models/load.ipynb #0c2bd182
+# %% ../../nbs/models/load.ipynb #7ce5ff31
 def load_model(name_or_path:str|Path|None=None, # hub id, folder, `.gguf` file; None: the embedded SmolLM2-135M-Instruct
-    dtype:mx.Dtype|None=None # float type of weights and activations; None: float32 on a CPU, else float16 (GGUF) or as stored
+    dtype:mx.Dtype|None=None, # float type of weights and activations; None: float32 on a CPU, else float16 (GGUF) or as stored
+    progress:bool=True # show a bar on stderr, after a second
 )->tuple: # model, tokenizer (mlx-lm's `TokenizerWrapper`)
     "Load a model and its tokenizer"
     name = str(name_or_path or embedded_model_path())
@@ -55,5 +58,6 @@ def load_model(name_or_path:str|Path|None=None, # hub id, folder, `.gguf` file; 
         try: model,tokenizer = mlx_lm.load(str(Path(name).expanduser()) if name.startswith('~') else name, lazy=True)
         # the libraries below raise many types; their messages, put on one line, say what is wrong
         except Exception as e: raise ModelLoadError(f"cannot load {name}: {' '.join(str(e).split()) or type(e).__name__}") from e
-    mx.eval(prepare_model(model, dtype).parameters())
+    params = [x for _,x in tree_flatten(prepare_model(model, dtype).parameters())]
+    for x in tqdm(params, disable=not progress, delay=1, leave=False, desc='loading'): mx.eval(x)
     return model,tokenizer

@@ -1,0 +1,79 @@
+"A cache of the engine that stores every row as it came, and what the integration tests share."
+from dataclasses import fields
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, CacheList
+from veloxquant_mlx.cache.base import KVCacheBuilder, KVCacheConfig, KVCacheFactory
+from veloxquant_mlx.engine.base import CompressedCache
+from veloxquant_mlx.engine.hook import make_handle
+from veloxquant_mlx.engine.registry import methods
+
+METHODS = [k for k,o in sorted(methods().items()) if issubclass(o.cache_class, CompressedCache)]
+def known(**settings): return {k: o for k,o in settings.items() if k in METHODS}
+EXACT_TAIL = known(kivi=dict(residual_length=128), kvquant=dict(n_calib_tokens=256), gear={})   # settings that keep a short context exact
+EIGHT_BITS = known(turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8))
+EARLY = known(kivi=dict(residual_length=32), kvquant=dict(n_calib_tokens=32))  # settings that pack after some 30 tokens
+
+CALLS = 25, 14, 1, 1, 1, 2
+LONG_CALLS = 150, *CALLS[1:] # the first call is packed in part by every quantizer
+def prompt(n=sum(CALLS), seed=1): return mx.random.randint(0, 100, (1,n), key=mx.random.key(seed))
+
+def run(model, caches, calls=CALLS, tokens=None):
+    "Logits of each call"
+    tokens = prompt(sum(calls)) if tokens is None else tokens
+    outs,i = [],0
+    for n in calls:
+        outs.append(model(tokens[:,i:i+n], cache=caches))
+        mx.eval(outs[-1])
+        i += n
+    return outs
+
+def config(method, **kw):
+    "Fields of the method go through its options object, shared ones directly"
+    own = {k: kw.pop(k) for k in list(kw) if k in {f.name for f in fields(methods()[method].options)}}
+    return KVCacheConfig(method=method, options=methods()[method].options(**own), **kw)
+
+def create(method, head_dim, **kw): return KVCacheFactory.create(config(method, head_dim=head_dim, **kw))
+def for_model(model, method, **kw): return KVCacheBuilder.for_model(model, config(method, **kw))
+
+def flat(caches):
+    "All entries, those inside a `CacheList` too"
+    return [o for c in caches for o in (flat(c.caches) if type(c) is CacheList else [c])]
+
+def ours(caches): return [c for c in flat(caches) if isinstance(c, CompressedCache)]
+
+def relative_error(a, b): return (mx.sqrt(mx.mean((a-b)**2))/mx.std(b)).item()
+
+class ExactCache(CompressedCache):
+    "mlx-lm's rows behind our handles; counts what arrives"
+    def __init__(self):
+        super().__init__(KVCacheConfig())
+        self.rows = KVCache()
+        self.n_update = self.n_attend = self.n_sinks = 0
+
+    @property
+    def offset(self): return self.rows.offset
+    @offset.setter
+    def offset(self, n): pass
+    @property
+    def state(self): return [self.keys, self.values]
+
+    def update_and_fetch(self, keys, values):
+        self.n_update += 1
+        self.keys,self.values = self.rows.update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self): return make_handle(self.keys, self, 'k'), make_handle(self.values, self, 'v')
+    def make_mask(self, *args, **kwargs): return self.rows.make_mask(*args, **kwargs)
+
+    def attend(self, queries, scale, mask=None, sinks=None):
+        self.n_attend += 1
+        self.n_sinks += sinks is not None
+        return mx.fast.scaled_dot_product_attention(queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks)
+
+def replace(caches, cls):
+    "The same list with `cls()` for every entry that is exactly `KVCache`"
+    def one(c):
+        if type(c) is KVCache: return cls()
+        if type(c) is CacheList: return CacheList(*[one(o) for o in c.caches])
+        return c
+    return [one(c) for c in caches]
