@@ -4,6 +4,7 @@ Modules:
 
 - `veloxquant_mlx.cache.base`: One configuration for every method, one cache for a layer, one list of caches for a model.
 - `veloxquant_mlx.cache.options`: Every method's options dataclass in one place.
+- `veloxquant_mlx.config.select`: From the shape of a workload to a method, a code width and a group size, by three rules.
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
 - `veloxquant_mlx.core.sample`: Queries, keys and values of a real model, in the package.
@@ -22,6 +23,7 @@ Modules:
 - `veloxquant_mlx.evaluate.needle`: Can the model still find one sentence in a long text?
 - `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
 - `veloxquant_mlx.evaluate.speed`: A decode step with a cache, against the plain cache in the same run.
+- `veloxquant_mlx.methods.gear`: Quantize, then repair: a low-rank matrix for the error, a sparse one for the outliers.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.

@@ -150,11 +150,11 @@ def read(self:Stream, lo:int, # first position, not before `first`
     return _join([exact(self.sink, lo, min(hi, n0)), self._decode(a, b) if b>a else None,
         exact(self.tail, max(lo-n0-self.done, 0), hi-n0-self.done)])
 
-# %% ../../nbs/engine/stream.ipynb #833acb79
+# %% ../../nbs/engine/stream.ipynb #b2805e7e
 @patch
 def _decode(self:Stream, a, b):
     "Packed tokens a to b, counted behind the sinks"
-    unit = math.lcm(*(q for _,q in self.rates))
+    unit = 1 if all(q==1 for _,q in self.rates) else self.block
     lo, hi = a//unit*unit, min(-(-b//unit)*unit, self.done)
     arrays = tuple(o.rows((lo-self.dropped)*p//q, -(-(hi-self.dropped)*p//q)) for o,(p,q) in zip(self.packed, self.rates))
     rows = self.codec.decode(arrays, self.n_sink+lo)

@@ -69,15 +69,17 @@ def spm_tokenizer(meta:dict # metadata from `read_gguf`
     res.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return res
 
-# %% ../../nbs/models/gguf_tokenizer.ipynb #5819846a
+# %% ../../nbs/models/gguf_tokenizer.ipynb #38e895d7
 _control,_added = 3,4
 
 def gguf_tokenizer(meta:dict # metadata from `read_gguf`
 )->TokenizerWrapper:
     "mlx-lm tokenizer from the metadata of a GGUF file"
     get = lambda k, default=None: meta.get(f'tokenizer.ggml.{k}', default)
-    kinds = dict(gpt2=bpe_tokenizer, llama=spm_tokenizer)
+    kinds,lists = dict(gpt2=bpe_tokenizer, llama=spm_tokenizer),dict(gpt2='merges', llama='scores')
     if get('model') not in kinds: raise ModelLoadError(f"GGUF tokenizer model {get('model')!r} is not supported (supported: {', '.join(kinds)})")
+    for k in ('tokens', 'token_type', lists[get('model')]):
+        if get(k) is None: raise ModelLoadError(f"GGUF metadata lacks tokenizer.ggml.{k}")
     tok,tokens = kinds[get('model')](meta),get('tokens')
     types = get('token_type').tolist()
     tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t,k in zip(tokens, types) if k==_control])

@@ -42,13 +42,13 @@ def prepare_model(model:nn.Module,
     if dtype: model.set_dtype(dtype)
     return dequantize_model(model) if cpu else model
 
-# %% ../../nbs/models/load.ipynb #7ce5ff31
+# %% ../../nbs/models/load.ipynb #c4332d25
 def load_model(name_or_path:str|Path|None=None, # hub id, folder, `.gguf` file; None: the embedded SmolLM2-135M-Instruct
     dtype:mx.Dtype|None=None, # float type of weights and activations; None: float32 on a CPU, else float16 (GGUF) or as stored
     progress:bool=True # show a bar on stderr, after a second
 )->tuple: # model, tokenizer (mlx-lm's `TokenizerWrapper`)
     "Load a model and its tokenizer"
-    name = str(name_or_path or embedded_model_path())
+    name = str(embedded_model_path() if name_or_path is None else name_or_path)
     if name.endswith('.gguf'):
         weights,meta = read_gguf(name)
         model,tokenizer = gguf_model(weights, meta),gguf_tokenizer(meta)

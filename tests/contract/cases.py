@@ -1,0 +1,185 @@
+"Every servable method in a few small configurations, and what the contract tests share: a method is covered by being registered."
+import math
+from dataclasses import dataclass, fields
+import mlx.core as mx
+import numpy as np
+from veloxquant_mlx.cache.base import KVCacheConfig, KVCacheFactory
+from veloxquant_mlx.core.settings import CacheSettings
+from veloxquant_mlx.engine.registry import methods
+
+# --- what differs between methods
+
+@dataclass(frozen=True)
+class Traits:
+    trimmable:bool = True # `trim(n)` removes n tokens
+    evicts:bool = False # keeps some rows and forgets the others
+    prompt_end:bool = False # acts when a prompt ends: where it ends is announced, and its calls are read exactly
+    exact_prompt:bool = True # a prompt fed in one call gets exact attention
+    below_fp16:bool = True # fewer bytes than fp16 at 2,048 tokens, whatever the rows
+    ranks_nan:bool = False # NaN is an input with a meaning
+    seed:str|None = None # the field that random draws come from
+
+FAMILY = dict(quantize={}, hybrid={}, low_rank=dict(prompt_end=True), cross_layer=dict(prompt_end=True),
+    evict=dict(trimmable=False, evicts=True, prompt_end=True))
+METHOD = dict(
+    turboquant_rvq=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
+    zipcache=dict(prompt_end=True, seed='seed'), amc=dict(prompt_end=True), anchorkv=dict(prompt_end=True, seed='anchorkv_seed'),
+    palu=dict(exact_prompt=False), minicache=dict(below_fp16=False), a2ats=dict(trimmable=False, below_fp16=False, seed='seed'),
+    rocketkv=dict(trimmable=False, evicts=True, prompt_end=True), streaming_llm=dict(prompt_end=False), kvzip=dict(below_fp16=False),
+    cam=dict(seed='seed'), curdkv=dict(seed='seed', ranks_nan=True), keyformer=dict(seed='keyformer_seed'), knorm=dict(ranks_nan=True))
+
+SERVABLE = {k: m for k,m in methods().items() if not m.standalone}
+def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get(method, {}))
+
+# --- configurations
+
+SMALL = dict( # fields with which a method begins to pack after a few dozen tokens; the defaults of the others do by token 290
+    kivi=dict(residual_length=32, kivi_group_size=8),
+    kvquant=dict(n_calib_tokens=32, kvquant_group_size=8))
+VARIANTS = dict(
+    turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
+    kvquant=dict(epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
+    gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)))
+EXACT = dict(turboquant_rvq=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
+
+@dataclass(frozen=True)
+class Case:
+    method:str
+    name:str # of the configuration: a width or a variant
+    given:tuple # (field, value) pairs
+    def __str__(self): return f'{self.method}-{self.name}'
+    @property
+    def traits(self): return traits(self.method)
+    def config(self, head_dim=32, **kw):
+        "Fields of the method go through its options object"
+        m, kw = SERVABLE[self.method], dict(self.given)|kw
+        own = {f.name: kw.pop(f.name) for f in fields(m.options) if f.name in kw}
+        return KVCacheConfig(method=self.method, head_dim=head_dim, options=m.options(**own), **kw)
+    def create(self, **kw): return KVCacheFactory.create(self.config(**kw))
+
+def widths(method):
+    "Legal ones of the four usual widths, as configurations"
+    c, small = SERVABLE[method].cache_class, SMALL.get(method, {})
+    found = [b for b in (2,3,4,8) if b in c.bit_widths] if c.bit_field else []
+    return [Case(method, str(b), tuple((small|{c.bit_field: b}).items())) for b in found] or [Case(method, 'default', tuple(small.items()))]
+
+def variants(method): return [Case(method, n, tuple((SMALL.get(method, {})|kw).items())) for n,kw in VARIANTS.get(method, {}).items()]
+
+PLAIN = [widths(m)[0] for m in SERVABLE] # one configuration a method
+CASES = [c for m in SERVABLE for c in [*widths(m), *variants(m)]] # all of them
+def chosen(test): return [c for c in CASES if test(c.traits)]
+
+# --- data
+
+T, H, H_Q, D, SCALE = 290, 2, 4, 32, .2
+
+@dataclass
+class Rows:
+    q:mx.array # (B, H_q, n, D)
+    k:mx.array # (B, H, n, D)
+    v:mx.array # (B, H, n, D_v)
+    def __iter__(self): return iter((self.q, self.k, self.v))
+    def __getitem__(self, s): return Rows(*(x[:,:,s] for x in self))
+    def batch(self, i): return Rows(*(x[i:i+1] for x in self))
+    def astype(self, dtype): return Rows(*(x.astype(dtype) for x in self))
+    @property
+    def n(self): return self.k.shape[2]
+
+def rows(n=T, B=1, H=H, n_rep=H_Q//H, D=D, D_v=None, seed=0):
+    "Numbers that fp16 and bf16 hold exactly; channels of different size, as keys have them"
+    rng = np.random.default_rng(seed)
+    draw = lambda h, d: mx.array((np.round(rng.standard_normal((B,h,n,d))*np.exp(rng.standard_normal(d)/2)*32)/32).astype(np.float32)).astype(mx.bfloat16).astype(mx.float32)
+    out = Rows(draw(H*n_rep, D), draw(H, D), draw(H, D_v or D))
+    mx.eval(*out)
+    return out
+
+def chunks_of(n, size): return (size,)*(n//size)+((n%size,) if n%size else ())
+
+# --- a model's part
+
+def call(c, x, mask='made', sinks=None):
+    "Store rows and attend, as a model of mlx-lm does"
+    if isinstance(mask, str) and mask=='made': mask = c.make_mask(x.n)
+    return mx.fast.scaled_dot_product_attention(x.q, *c.update_and_fetch(x.k, x.v), scale=SCALE, mask=mask, sinks=sinks)
+
+def feed(c, x, chunks=None, announce=True):
+    "Outputs of a prompt in one call or in chunks"
+    if announce: c.expect_prompt(x.n)
+    outs, at = [], 0
+    for n in chunks or (x.n,):
+        outs.append(call(c, x[at:at+n]))
+        mx.eval(outs[-1], c.state)
+        at += n
+    assert at==x.n
+    return outs
+
+def filled(case, x=None, chunks=None, **kw):
+    "A cache with all rows of x"
+    x = rows() if x is None else x
+    c = case.create(head_dim=x.k.shape[-1], **kw)
+    feed(c, x, chunks)
+    return c
+
+def step(seed=1, n=1, **kw): return rows(n, seed=seed, **kw)
+
+# --- what is compared
+
+def decoded(c):
+    "The rows that a call of one token reads"
+    k, v = c.keys_and_values()
+    return k+0, v+0
+
+def attention(q, k, v, mask=None, sinks=None):
+    "Softmax attention by its definition"
+    q, k, v = (np.array(o.astype(mx.float32)).astype(np.float64) for o in (q, k, v))
+    L, n, n_rep = q.shape[2], k.shape[2], q.shape[1]//k.shape[1]
+    s = SCALE*q@np.repeat(k, n_rep, 1).swapaxes(-1, -2)
+    if isinstance(mask, str): mask = mx.arange(n)[None] <= mx.arange(n-L, n)[:,None]
+    if mask is not None: s = np.where(np.array(mask), s, -np.inf) if mask.dtype==mx.bool_ else s+np.array(mask.astype(mx.float32))
+    top = s.max(-1, keepdims=True)
+    if sinks is not None: top = np.maximum(top, np.array(sinks)[:,None,None])
+    p = np.exp(s-top)
+    total = p.sum(-1, keepdims=True)
+    if sinks is not None: total = total+np.exp(np.array(sinks)[:,None,None]-top)
+    return p/total@np.repeat(v, n_rep, 1)
+
+def causal(x): return attention(*x, mask='causal')
+
+def close(a, b, eps=2e-5):
+    a, b = (np.array(o.astype(mx.float32)) if isinstance(o, mx.array) else o for o in (a, b))
+    return a.shape==b.shape and bool(np.all(np.abs(a-b) <= eps*(1+np.abs(b))))
+
+def snapshot(arrays):
+    "Shapes, dtypes and bytes of arrays: nothing that a cache does later changes them"
+    plain = lambda a: np.array(a.astype(mx.float32) if a.dtype==mx.bfloat16 else a)
+    return [(str(a.dtype), a.shape, plain(a).tobytes()) for a in arrays]
+
+def stored(c): return snapshot(c.state)
+
+def used(c, T, dtype=mx.float32):
+    "Bytes of T tokens in full"
+    B, H, D, D_v = c.shape
+    return B*H*T*(D+D_v)*dtype.size
+
+def exact_tokens(case, most=T):
+    "How many tokens a fresh cache keeps exact: until its bytes differ from theirs"
+    c, x = case.create(), rows(most)
+    for i in range(most):
+        if case.traits.prompt_end: c.expect_prompt(most)
+        call(c, x[i:i+1])
+        if c.used_nbytes!=used(c, i+1): return i
+    return most
+
+def held(o, seen=None):
+    "id → bytes of every array that can be reached from an object"
+    seen = {} if seen is None else seen
+    out = {}
+    if id(o) in seen or isinstance(o, (str, bytes, int, float, type, type(None), mx.Dtype)): return out
+    seen[id(o)] = o
+    if isinstance(o, (mx.array, np.ndarray)): return {id(o): o.nbytes}
+    inside = o.items() if isinstance(o, dict) else enumerate(o) if isinstance(o, (list, tuple, set, frozenset)) else vars(o).items() if hasattr(o, '__dict__') else ()
+    for _,v in inside: out |= held(v, seen)
+    return out
+
+def log2(n): return math.log2(max(n, 2))
+def settings(): return {f.name for f in fields(CacheSettings)}
