@@ -4,6 +4,7 @@ Modules:
 
 - `veloxquant_mlx.cache.base`: One configuration for every method, one cache for a layer, one list of caches for a model.
 - `veloxquant_mlx.cache.options`: Every method's options dataclass in one place.
+- `veloxquant_mlx.cli`: `veloxquant`: choose a configuration, generate with it, compare it.
 - `veloxquant_mlx.config.select`: From the shape of a workload to a method, a code width and a group size, by three rules.
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
@@ -39,3 +40,21 @@ Modules:
 - `veloxquant_mlx.ops.topk`: Exactly k winners, equal values decided by position."""
 
 __version__ = "0.1.0"
+
+from importlib import import_module as _import
+
+# Public names and the modules they live in: loaded on first use, so that the import itself stays cheap and touches nothing in mlx
+_exports = {name: module for module, names in {
+    'cache.base': 'KVCacheConfig KVCacheFactory KVCacheBuilder STANDALONE_METHODS',
+    'config.select': 'select_kv_cache_config SelectionResult WorkloadSpec HardwareInfo detect_hardware_info',
+    'core.errors': 'QuantizerConfigError',
+    'engine.layers': 'describe',
+    'models.load': 'load_model ModelLoadError'}.items() for name in names.split()}
+
+__all__ = ['__version__', *_exports]
+
+def __getattr__(name):
+    if name not in _exports: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import(f'{__name__}.{_exports[name]}'), name)
+
+def __dir__(): return sorted({*globals(), *_exports})

@@ -1,11 +1,11 @@
 "Every servable method in a few small configurations, and what the contract tests share: a method is covered by being registered."
-import math
 from dataclasses import dataclass, fields
 import mlx.core as mx
 import numpy as np
+import pytest
 from veloxquant_mlx.cache.base import KVCacheConfig, KVCacheFactory
-from veloxquant_mlx.core.settings import CacheSettings
 from veloxquant_mlx.engine.registry import methods
+from veloxquant_mlx.ops.rope import RopeParams
 
 # --- what differs between methods
 
@@ -38,7 +38,7 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8))
 VARIANTS = dict(
     turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
-    kvquant=dict(epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
+    kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)))
 EXACT = dict(turboquant_rvq=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
 
@@ -52,10 +52,13 @@ class Case:
     def traits(self): return traits(self.method)
     def config(self, head_dim=32, **kw):
         "Fields of the method go through its options object"
-        m, kw = SERVABLE[self.method], dict(self.given)|kw
+        m, kw = SERVABLE[self.method], {k: v for k,v in self.given if k!='rope'}|kw
         own = {f.name: kw.pop(f.name) for f in fields(m.options) if f.name in kw}
         return KVCacheConfig(method=self.method, head_dim=head_dim, options=m.options(**own), **kw)
-    def create(self, **kw): return KVCacheFactory.create(self.config(**kw))
+    def create(self, **kw):
+        c = KVCacheFactory.create(self.config(**kw))
+        if rope := dict(self.given).get('rope'): c.bind(layer=0, head_dim=None, rope=rope, rope_unknown=False, keep_live=False, model='')
+        return c
 
 def widths(method):
     "Legal ones of the four usual widths, as configurations"
@@ -65,9 +68,11 @@ def widths(method):
 
 def variants(method): return [Case(method, n, tuple((SMALL.get(method, {})|kw).items())) for n,kw in VARIANTS.get(method, {}).items()]
 
-PLAIN = [widths(m)[0] for m in SERVABLE] # one configuration a method
 CASES = [c for m in SERVABLE for c in [*widths(m), *variants(m)]] # all of them
-def chosen(test): return [c for c in CASES if test(c.traits)]
+FEW = [c for m in SERVABLE for c in [widths(m)[len(widths(m))//3], *variants(m)]] # one width, and the variants
+ONE = [widths(m)[0] for m in SERVABLE] # one a method
+
+def over(cases, test=lambda t: True): return pytest.mark.parametrize('case', [c for c in cases if test(c.traits)], ids=str)
 
 # --- data
 
@@ -85,10 +90,12 @@ class Rows:
     @property
     def n(self): return self.k.shape[2]
 
-def rows(n=T, B=1, H=H, n_rep=H_Q//H, D=D, D_v=None, seed=0):
-    "Numbers that fp16 and bf16 hold exactly; channels of different size, as keys have them"
+def rows(n=T, B=1, H=H, n_rep=H_Q//H, D=D, D_v=None, seed=0, grid=1024):
+    "Multiples of 1/grid that fp16 and bf16 hold exactly; channels of different size, as keys have them"
     rng = np.random.default_rng(seed)
-    draw = lambda h, d: mx.array((np.round(rng.standard_normal((B,h,n,d))*np.exp(rng.standard_normal(d)/2)*32)/32).astype(np.float32)).astype(mx.bfloat16).astype(mx.float32)
+    def draw(h, d):
+        x = np.round(rng.standard_normal((B,h,n,d))*np.exp(rng.standard_normal(d)/2)*grid)/grid
+        return mx.array(x.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32)
     out = Rows(draw(H*n_rep, D), draw(H, D), draw(H, D_v or D))
     mx.eval(*out)
     return out
@@ -102,22 +109,23 @@ def call(c, x, mask='made', sinks=None):
     if isinstance(mask, str) and mask=='made': mask = c.make_mask(x.n)
     return mx.fast.scaled_dot_product_attention(x.q, *c.update_and_fetch(x.k, x.v), scale=SCALE, mask=mask, sinks=sinks)
 
-def feed(c, x, chunks=None, announce=True):
+def feed(c, x, chunks=None, attend=True):
     "Outputs of a prompt in one call or in chunks"
-    if announce: c.expect_prompt(x.n)
+    c.expect_prompt(x.n)
     outs, at = [], 0
     for n in chunks or (x.n,):
-        outs.append(call(c, x[at:at+n]))
-        mx.eval(outs[-1], c.state)
-        at += n
+        y, at = x[at:at+n], at+n
+        if attend: outs.append(call(c, y))
+        else: c.update_and_fetch(y.k, y.v)
+        mx.eval(outs[-1:], c.state)
     assert at==x.n
     return outs
 
 def filled(case, x=None, chunks=None, **kw):
-    "A cache with all rows of x"
+    "A cache with all rows of x; attention runs if the method has a use for it"
     x = rows() if x is None else x
     c = case.create(head_dim=x.k.shape[-1], **kw)
-    feed(c, x, chunks)
+    feed(c, x, chunks, attend=c.needs_queries or case.traits.prompt_end)
     return c
 
 def step(seed=1, n=1, **kw): return rows(n, seed=seed, **kw)
@@ -181,5 +189,3 @@ def held(o, seen=None):
     for _,v in inside: out |= held(v, seen)
     return out
 
-def log2(n): return math.log2(max(n, 2))
-def settings(): return {f.name for f in fields(CacheSettings)}

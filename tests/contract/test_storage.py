@@ -6,9 +6,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from cases import *
 
-each = pytest.mark.parametrize('case', CASES, ids=str)
-one = pytest.mark.parametrize('case', PLAIN, ids=str)
-def among(test): return pytest.mark.parametrize('case', chosen(test), ids=str)
+each, few, one = over(CASES), over(FEW), over(ONE)
 
 def go_on(c, seed=3):
     "Outputs of further calls"
@@ -21,24 +19,27 @@ def same(a, b): return all(mx.array_equal(x, y) for x,y in zip(a, b, strict=True
 
 # --- how tokens arrive does not matter
 
-def agree(a, b, case):
-    "Equal arrays; sums of scores may differ by rounding"
-    if not case.traits.evicts: return stored(a)==stored(b)
-    return all(close(x, y, 1e-4) if mx.issubdtype(x.dtype, mx.floating) else mx.array_equal(x, y) for x,y in zip(a.state, b.state, strict=True))
+def differ(a, b, case):
+    "Indices of the arrays in which two states differ; sums of scores may by rounding"
+    if not case.traits.evicts: return [i for i,(x,y) in enumerate(zip(stored(a), stored(b), strict=True)) if x!=y]
+    equal = lambda x, y: close(x, y, 1e-4) if mx.issubdtype(x.dtype, mx.floating) else mx.array_equal(x, y)
+    return [i for i,(x,y) in enumerate(zip(a.state, b.state, strict=True)) if not equal(x, y)]
 
 @each
-def test_chunking_does_not_change_what_is_stored(case):
-    x = rows()
+@pytest.mark.parametrize('grid', [1024,32], ids=['','ties'])
+def test_chunking_does_not_change_what_is_stored(case, grid):
+    "Bit for bit, on a coarse grid too, where many sums are exactly 0 and fall between two codes"
+    x = rows(grid=grid)
     once = filled(case, x)
-    for chunks in (1,)*T, chunks_of(T, 7), (T-1,1), (31,1,128,130): assert agree(filled(case, x, chunks), once, case), chunks
+    assert not {len(chunks): d for chunks in ((1,)*T, chunks_of(T, 7), (T-1,1), (31,1,128,130)) if (d := differ(filled(case, x, chunks), once, case))}
 
-@among(lambda t: t.prompt_end)
+@over(FEW, lambda t: t.prompt_end)
 def test_an_open_prompt_is_read_exactly(case):
     x = rows()
     want = causal(x)
     for chunks in chunks_of(T, 7), (T-1,1): assert close(mx.concatenate(feed(case.create(), x, chunks), axis=2), want)
 
-@each
+@few
 def test_rows_of_a_batch_are_independent(case):
     "Each row stores and reads what it does alone"
     x, y = rows(B=2), step(5, B=2)
@@ -50,7 +51,7 @@ def test_rows_of_a_batch_are_independent(case):
         assert both.used_nbytes==2*alone.used_nbytes
         if not case.traits.evicts: assert all(close(a[i:i+1], b) for a,b in zip(decoded(both), decoded(alone)))
 
-@each
+@few
 @pytest.mark.parametrize('dtype', [mx.float16, mx.bfloat16], ids=['float16','bfloat16'])
 def test_dtype_of_the_model(case, dtype):
     "The same arithmetic for the same numbers: codes and scales are equal, and exact rows are but for their dtype"
@@ -61,7 +62,7 @@ def test_dtype_of_the_model(case, dtype):
     for p,q in zip(a.state[2:], b.state[2:], strict=True): assert p.shape==q.shape and mx.array_equal(p.astype(mx.float32), q.astype(mx.float32))
     assert np.delete(np.array(a.state[0]), kind-2).tolist()==np.delete(np.array(b.state[0]), kind-2).tolist()
 
-@each
+@few
 def test_dtype_of_exact_rows(case):
     "`dtype` is that of stored rows; outputs keep the queries'"
     x = rows()
@@ -72,7 +73,7 @@ def test_dtype_of_exact_rows(case):
 
 # --- seeds
 
-@among(lambda t: t.seed)
+@over(FEW, lambda t: t.seed)
 def test_seeds(case):
     x, field = rows(), case.traits.seed
     a, b, c = filled(case, x), filled(case, x), filled(case, x, **{field: 7})
@@ -80,7 +81,7 @@ def test_seeds(case):
     random = dict(case.given).get('gear_rank')!=0 # without a low-rank term nothing is drawn
     assert (snapshot(a.state[2:])!=snapshot(c.state[2:]))==random
 
-@each
+@few
 def test_nothing_else_is_random(case):
     x = rows()
     mx.random.seed(0); np.random.seed(0)
@@ -101,7 +102,7 @@ def test_save_and_load(case, n, tmp_path):
     want = go_on(c)
     assert same(go_on(loaded), want) and same(go_on(second), want)
 
-@each
+@few
 def test_from_state(case):
     c = filled(case)
     again, older = type(c).from_state(c.state), type(c).from_state(c.state, c.meta_state)
@@ -111,7 +112,7 @@ def test_from_state(case):
     for o in again, older, set_:
         assert o.source_dtype==c.source_dtype and same(go_on(o), want) and stored(o)==stored(c)
 
-@each
+@few
 def test_state_of_an_empty_cache(case):
     c = case.create()
     again = type(c).from_state(c.state)
@@ -119,13 +120,13 @@ def test_state_of_an_empty_cache(case):
     x = rows(50)
     assert same(feed(again, x), feed(c, x)) and stored(again)==stored(c)
 
-@each
+@few
 def test_state_is_arrays_only(case):
     for c in case.create(), filled(case):
         assert type(c.state) is list and len(c.state)>=2 and all(type(o) is mx.array for o in c.state)
         assert c.state[0].dtype==mx.int64 and c.state[1].dtype==mx.uint8
 
-@each
+@few
 @pytest.mark.parametrize('n', [20,T])
 def test_copies_are_independent(case, n):
     "Appending to one leaves the arrays of the other as they are, in both directions"
@@ -138,7 +139,7 @@ def test_copies_are_independent(case, n):
     assert same(go_on(c), went) and stored(new)==before
     assert same(go_on(new), went) and stored(new)==stored(c)
     if case.traits.trimmable:
-        new.trim(n)
+        new.trim(n+44)
         assert new.empty() and c.offset==n+44
 
 @one
@@ -150,7 +151,7 @@ def test_copies_of_an_empty_cache(case):
 
 # --- trimming
 
-@among(lambda t: t.trimmable)
+@over(FEW, lambda t: t.trimmable)
 def test_trim(case):
     "Exactly min(n, T) tokens go; the others are what attention read before, and exact rows stay exact"
     x = rows()
@@ -168,7 +169,7 @@ def test_trim(case):
         for y in step(7), step(8, 40), step(9): out = call(c, y)
         assert c.offset==left+42 and close(out, attention(y.q, *decoded(c))), n
 
-@among(lambda t: t.trimmable)
+@over(FEW, lambda t: t.trimmable)
 def test_trim_inside_the_exact_tail_leaves_no_trace(case):
     n = exact_tokens(case)
     if n<10: pytest.skip('packs at once')
@@ -177,7 +178,7 @@ def test_trim_inside_the_exact_tail_leaves_no_trace(case):
     assert c.trim(8)==8 and stored(c)==stored(fresh)
     assert same(go_on(c), go_on(fresh))
 
-@among(lambda t: t.trimmable)
+@over(FEW, lambda t: t.trimmable)
 def test_trim_of_the_last_tokens_again_and_again(case):
     "As a rejected draft does"
     c, x = filled(case), rows(200, seed=2)
@@ -186,7 +187,7 @@ def test_trim_of_the_last_tokens_again_and_again(case):
         assert c.trim(3)==3
     assert c.offset==T+80 and all(mx.isfinite(o).all() for o in decoded(c))
 
-@among(lambda t: not t.trimmable)
+@over(FEW, lambda t: not t.trimmable)
 def test_trim_is_refused(case):
     c = filled(case)
     before = stored(c)
@@ -204,7 +205,7 @@ def test_nbytes_counts_every_array(case):
         assert c.nbytes==sum(b for i,b in own.items() if i not in shared), n
         assert c.used_nbytes<=c.nbytes
 
-@each
+@few
 def test_bytes_of_nothing(case):
     c = case.create()
     assert c.nbytes==c.used_nbytes==c.fp16_nbytes==c.offset==c.size()==0 and c.empty()
@@ -216,33 +217,31 @@ def test_formula(case, dtype):
     c, x, at = case.create(), rows(600).astype(dtype), 0
     if not hasattr(c, 'formula_nbytes'): pytest.skip('no formula')
     for n in (1, 30, 31, 32, 33, 48, 63, 64, 127, 128, 129, 200, 256, 300, 599, 600):
-        call(c, x[at:n]); at = n
+        feed(c, x[at:n], attend=c.needs_queries); at = n
         assert abs(c.used_nbytes/c.formula_nbytes(n)-1)<.03, n
 
-@pytest.mark.parametrize('case', [c for c in CASES if c.traits.below_fp16], ids=str)
+@over(CASES, lambda t: t.below_fp16)
 @pytest.mark.parametrize('defaults', [False,True], ids=['small','defaults'])
 def test_fewer_bytes_than_fp16(case, defaults):
     "Slack included; 8 bits too"
     field = SERVABLE[case.method].cache_class.bit_field
     if defaults: case = Case(case.method, case.name, tuple(o for o in case.given if o[0]==field))
-    x = rows(2048, D=64)
-    c = filled(case, x.astype(mx.float16))
+    c = filled(case, rows(2048, D=64), dtype=mx.float16)
     assert c.fp16_nbytes==2*2*2048*(64+64)
-    quarter = dict(case.given).get('gear_quantize_values') is False # values stay as they are
-    assert c.nbytes<(.95 if quarter or case.name=='8' else .6)*c.fp16_nbytes
+    half = dict(case.given).get('gear_quantize_values') is False # values stay as they are
+    assert c.nbytes<(.95 if half or case.name=='8' else .6)*c.fp16_nbytes
 
-@among(lambda t: not t.evicts)
+@over(FEW, lambda t: not t.evicts)
 def test_growth_is_linear(case):
     "Twice the tokens, twice the bytes; slack is an eighth and a few hundred rows"
     x, c, sizes, at = rows(4096), case.create(), {}, 0
     for n in (1024, 2048, 4096):
-        call(c, x[at:n]); at = n
-        mx.eval(c.state)
+        feed(c, x[at:n], attend=c.needs_queries); at = n
         sizes[n] = c.used_nbytes
         assert c.nbytes<=1.13*c.used_nbytes+300*c.used_nbytes/n, n
-    assert abs((sizes[4096]-sizes[2048])/(2*(sizes[2048]-sizes[1024]))-1)<.05
+    assert abs((sizes[4096]-sizes[2048])/(2*(sizes[2048]-sizes[1024]))-1)<.15
 
-@among(lambda t: t.evicts)
+@over(FEW, lambda t: t.evicts)
 def test_bytes_are_bounded(case):
     c = filled(case, rows(1024))
     sizes = []

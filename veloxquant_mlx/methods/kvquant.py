@@ -118,14 +118,22 @@ def code_rows(self:NUQCodec, x, # (B, n, C) float32
     rest = mx.take_along_axis(x-plain, indices, axis=-1)
     return codes, indices.astype(mx.uint16), mx.clip(rest, -65504, 65504).astype(mx.float16)
 
-# %% ../../nbs/methods/kvquant.ipynb #5598a572
+# %% ../../nbs/methods/kvquant.ipynb #95b43de6
 @patch
-def decode_rows(self:NUQCodec, codes, indices, rest, z, s, decode)->mx.array: # (B, n, C) float32
+def decode_rows(self:NUQCodec, words, # (B, H, n, W)
+    indices, rest, # (B, n, 2k)
+    z, s, # broadcast to (B, H, n, D)
+    decode, # (B, 2^b)
+    dim:int # D
+)->mx.array: # (B, H, n, D) float32
     "Inverse of `code_rows`"
-    x = z+s*(mx.take(decode[0], codes) if len(decode)==1 else mx.stack([mx.take(l, c) for l,c in zip(decode, codes)]))
+    B, H, n, _ = words.shape
+    x = z+s*mx.concatenate([lookup_codes(w[None], l, self.n_bits, dim) for w,l in zip(words, decode)])
     if not indices.shape[-1]: return x
     indices = indices.astype(mx.int32)
-    return mx.put_along_axis(x, indices, mx.take_along_axis(x, indices, axis=-1)+rest.astype(mx.float32), axis=-1)
+    cell = (indices//dim*n+mx.arange(n)[:, None])*dim+indices%dim
+    flat, cell = x.reshape(B, -1), cell.reshape(B, -1)
+    return mx.put_along_axis(flat, cell, mx.take_along_axis(flat, cell, axis=-1)+rest.reshape(B, -1).astype(mx.float32), axis=-1).reshape(x.shape)
 
 # %% ../../nbs/methods/kvquant.ipynb #e854e3c6
 @patch
@@ -188,7 +196,7 @@ def encode(self:NUQKeyCodec, rows, start)->tuple:
         out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers))
     return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
 
-# %% ../../nbs/methods/kvquant.ipynb #5ef37365
+# %% ../../nbs/methods/kvquant.ipynb #8d5538ba
 @patch
 def decode(self:NUQKeyCodec, arrays, start)->mx.array:
     words, indices, rest = arrays
@@ -197,8 +205,8 @@ def decode(self:NUQKeyCodec, arrays, start)->mx.array:
     for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
         part = slice(a+self.origin-start, b+self.origin-start)
         z, s, _, decode = (t[e] for t in self.tables)
-        codes = side_by_side(unpack_codes(words[..., part, :], self.n_bits, D))
-        out.append(per_head(self.decode_rows(codes, indices[:, part], rest[:, part], z[:, None], s[:, None], decode), H))
+        z, s = (o.reshape(-1, H, 1, D) for o in (z, s))
+        out.append(self.decode_rows(words[..., part, :], indices[:, part], rest[:, part], z, s, decode, D))
     return apply_rope(mx.concatenate(out, axis=2) if len(out)>1 else out[0], self.rope, start)
 
 # %% ../../nbs/methods/kvquant.ipynb #8c60ad02
@@ -238,15 +246,14 @@ def encode(self:NUQValueCodec, rows, start)->tuple:
         out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers, s, z))
     return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
 
-# %% ../../nbs/methods/kvquant.ipynb #45a537f1
+# %% ../../nbs/methods/kvquant.ipynb #d4f08839
 @patch
 def decode(self:NUQValueCodec, arrays, start)->mx.array:
     words, indices, rest, s, z = arrays
-    H, out = words.shape[1], []
+    out, (z, s) = [], (o[:, None].astype(mx.float32) for o in (z, s))
     for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
         part = slice(a+self.origin-start, b+self.origin-start)
-        codes = side_by_side(unpack_codes(words[..., part, :], self.n_bits, self.dim))
-        out.append(per_head(self.decode_rows(codes, indices[:, part], rest[:, part], z[:, part].astype(mx.float32), s[:, part].astype(mx.float32), self.tables[1][e]), H))
+        out.append(self.decode_rows(words[..., part, :], indices[:, part], rest[:, part], z[..., part, :], s[..., part, :], self.tables[1][e], self.dim))
     return mx.concatenate(out, axis=2) if len(out)>1 else out[0]
 
 # %% ../../nbs/methods/kvquant.ipynb #6a765c5a

@@ -9,7 +9,8 @@ Docs: https://example.github.io/veloxquant_mlx/ops/packing.html.md"""
 # %% auto #0
 __all__ = ['n_words', 'pack_codes', 'unpack_codes']
 
-# %% ../../nbs/ops/packing.ipynb #0f5b70a3
+# %% ../../nbs/ops/packing.ipynb #dc304fa3
+import math
 import mlx.core as mx
 
 # %% ../../nbs/ops/packing.ipynb #3363fde5
@@ -19,36 +20,43 @@ def n_words(n_codes:int, # codes in a row, n
     "Words of 32 bits that hold one row of codes"
     return -(-n_codes*n_bits//32)
 
-# %% ../../nbs/ops/packing.ipynb #7fa42196
+# %% ../../nbs/ops/packing.ipynb #2239e7b4
+def _stretch(n_bits)->tuple:
+    "Codes and words of the shortest stretch that ends on a word"
+    g = math.gcd(n_bits, 32)
+    return 32//g, n_bits//g
+
+# %% ../../nbs/ops/packing.ipynb #143c624e
+def _stretches(x, size):
+    "(..., n, size), filled up with zeros"
+    if x.shape[-1]%size: x = mx.concatenate([x, mx.zeros((*x.shape[:-1], -x.shape[-1]%size), mx.uint32)], axis=-1)
+    return x.reshape(*x.shape[:-1], -1, size)
+
+# %% ../../nbs/ops/packing.ipynb #af8e19bd
 def pack_codes(codes:mx.array, # (..., n) integers below 2^b
     n_bits:int # code width b, 1 to 16
 )->mx.array: # (..., ⌈n b/32⌉) uint32
     "Pack codes along the last axis into words, least significant bits first"
-    n = codes.shape[-1]
-    x = codes.astype(mx.uint32)
-    if n%32: x = mx.concatenate([x, mx.zeros((*x.shape[:-1], -n%32), mx.uint32)], axis=-1)
-    x, words = x.reshape(*x.shape[:-1], -1, 32), []
-    for j in range(n_bits):
+    n_codes, n_words_ = _stretch(n_bits)
+    x, words = _stretches(codes.astype(mx.uint32), n_codes), []
+    for j in range(n_words_):
         first, last = 32*j//n_bits, (32*j+31)//n_bits
         shift = [i*n_bits-32*j for i in range(first, last+1)]
         part = x[..., first:last+1] << mx.array([max(s, 0) for s in shift], mx.uint32)
         words.append((part >> mx.array([max(-s, 0) for s in shift], mx.uint32)).sum(axis=-1))
-    return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)[..., :n_words(n, n_bits)]
+    return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)[..., :n_words(codes.shape[-1], n_bits)]
 
-# %% ../../nbs/ops/packing.ipynb #7dba6792
+# %% ../../nbs/ops/packing.ipynb #115a2441
 def unpack_codes(words:mx.array, # (..., ⌈n b/32⌉) uint32
     n_bits:int, # code width b, 1 to 16
     n_codes:int # codes in a row, n
 )->mx.array: # (..., n) uint32
     "The codes of `pack_codes`"
-    mask = mx.array(2**n_bits-1, mx.uint32)
-    if 32%n_bits==0:
-        x = (words[..., None] >> mx.arange(0, 32, n_bits, dtype=mx.uint32)) & mask
-        return x.reshape(*words.shape[:-1], -1)[..., :n_codes]
-    first = [i*n_bits//32 for i in range(n_codes)]
-    last = [(i*n_bits+n_bits-1)//32 for i in range(n_codes)]
-    shift = mx.array([i*n_bits%32 for i in range(n_codes)], mx.uint32)
-    low = mx.take(words, mx.array(first), axis=-1) >> shift
-    high = mx.take(words, mx.array(last), axis=-1) << (32-shift)
-    straddles = mx.array([a!=b for a,b in zip(first, last)])
-    return mx.where(straddles, low | high, low) & mask
+    w, parts = _stretches(words, _stretch(n_bits)[1]), []
+    for j in range(w.shape[-1]):
+        first, end = -(-32*j//n_bits), 32*(j+1)//n_bits
+        parts.append(w[..., j:j+1] >> mx.array([i*n_bits-32*j for i in range(first, end)], mx.uint32))
+        begun = 32*(j+1)-end*n_bits # bits of a code that ends in the next word
+        if begun: parts.append((w[..., j:j+1] >> (32-begun)) | (w[..., j+1:j+2] << begun))
+    codes = mx.concatenate(parts, axis=-1) if len(parts)>1 else parts[0]
+    return (codes & mx.array(2**n_bits-1, mx.uint32)).reshape(*words.shape[:-1], -1)[..., :n_codes]
