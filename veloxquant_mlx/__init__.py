@@ -51,7 +51,7 @@ _exports = {name: module for module, names in {
     'engine.layers': 'describe',
     'models.load': 'load_model ModelLoadError'}.items() for name in names.split()}
 
-__all__ = ['__version__', *_exports]
+__all__ = list(_exports)
 
 def __getattr__(name):
     if name not in _exports: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

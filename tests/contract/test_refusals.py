@@ -123,9 +123,3 @@ def test_kernels_that_are_required_and_absent(case):
     x, y = rows(100), step()
     outs = [call(filled(case, x, use_metal_kernels=o), y) for o in (None, False)]
     assert mx.array_equal(*outs)
-
-@one
-def test_trim_of_less_than_nothing(case):
-    c = filled(case)
-    before = stored(c)
-    assert c.trim(-3)==0 and c.offset==T and stored(c)==before

@@ -206,22 +206,23 @@ def header(self:CompressedCache)->mx.array: # int64
     kind = -1 if self.source_dtype is None else FLOATS.index(self.source_dtype)
     return mx.array([self.version, self.offset, *shape, kind, *self.counts()], mx.int64)
 
-# %% ../../nbs/engine/base.ipynb #edef4771
+# %% ../../nbs/engine/base.ipynb #6aac83cb
 @patch(as_prop=True)
 def state(self:CompressedCache)->list:
     "A flat list of arrays from which the cache can be rebuilt"
     self.commit()
     self._kept = None
-    about = dict(config=config_json(self.config), layer=self.layer, rope=rope_to_dict(self.rope))
+    about = dict(config=config_json(self.config), layer=self.layer, rope=self.rope and vars(self.rope))
     return [self.header(), mx.array(np.frombuffer(json.dumps(about).encode(), np.uint8)), *self.payload()]
 
-# %% ../../nbs/engine/base.ipynb #c4ce0719
+# %% ../../nbs/engine/base.ipynb #d7de1ef8
 @patch(cls_method=True)
 def from_state(cls:CompressedCache, state, meta_state=None):
     "The cache that `state` came from"
     about = json.loads(bytes(np.array(state[1])))
     self = cls(config_from_json(about['config']))
-    self.layer, self.rope = about['layer'], rope_from_dict(about['rope'])
+    if about['rope'] and about['rope']['freqs']: about['rope']['freqs'] = tuple(about['rope']['freqs'])
+    self.layer, self.rope = about['layer'], RopeParams(**about['rope']) if about['rope'] else None
     self._load(state)
     return self
 

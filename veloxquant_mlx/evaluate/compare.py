@@ -127,10 +127,10 @@ def size_text(n:float # bytes
     "Bytes in MiB, or KiB when few"
     return f"{n/2**20:,.2f} MiB" if n>=2**20 else f"{n/2**10:,.1f} KiB"
 
-# %% ../../nbs/evaluate/compare.ipynb #dff801de
+# %% ../../nbs/evaluate/compare.ipynb #0891219e
 class ComparisonReport(list):
     "Rows of `compare`, shown as a table"
-    columns = ('cache', 'NLL', 'change', 'needle', 'held', 'of fp16', 'ratio', 'formula', 'step')
+    columns = ('cache', 'NLL', 'change', 'needle', 'bytes', 'ratio', 'held', 'used', 'formula', 'step')
     def __init__(self, rows, # of `Comparison`
         **setting # how they were measured
     ):
@@ -145,22 +145,22 @@ class ComparisonReport(list):
         return MarkdownTable('\n'.join('| '+' | '.join(l)+' |' for l in lines))
     def _repr_markdown_(self): return f'{self.markdown()}\n\n{self.note()}'
 
-# %% ../../nbs/evaluate/compare.ipynb #275ec683
+# %% ../../nbs/evaluate/compare.ipynb #b146612b
 @patch
 def cells(self:ComparisonReport, r:Comparison)->tuple: # one text per column
     "A row of the table in words"
     needle = {True: 'found', False: 'lost', None: '–'}[r.needle]
-    formula = '–' if r.formula is None else f'{r.formula/r.fp16:.1%}'
+    shares = ['–' if n is None else f'{n/r.fp16:.1%}' for n in (r.held, r.used, r.formula)]
     step = '–' if r.step_ratio is None else f'{r.step_ratio:.2f} x'
-    return r.name, f'{r.nll:.3f}', f'{r.nll_change:+.3f}', needle, size_text(r.held), f'{r.fraction:.1%}', f'{r.ratio:.2f} x', formula, step
+    return r.name, f'{r.nll:.3f}', f'{r.nll_change:+.3f}', needle, size_text(r.held), f'{r.ratio:.2f} x', *shares, step
 
-# %% ../../nbs/evaluate/compare.ipynb #d09b29ea
+# %% ../../nbs/evaluate/compare.ipynb #d347683f
 @patch
 def note(self:ComparisonReport)->str:
     "How the rows were measured, in words"
     s = self.setting
     text = f"NLL in nats a token: {s['tokens']:,} tokens of text, the first {s['prefill']:,} in one call, the others {s['chunk']} at a time."
-    text += f" Shares and ratios are against float16 keys and values, {size_text(self[0].fp16)}; held includes slack, formula does not."
+    text += f" Ratio and shares are against float16 keys and values, {size_text(self[0].fp16)}: held counts all arrays, used leaves out slack, formula is the method's own."
     if s['computes_in']!=s['exact_rows']: text += f" The model computes in {s['computes_in']}: the plain cache holds that, compressed caches keep exact rows in {s['exact_rows']}."
     if s['speed_context']: text += f" Step: the median of {s['steps']} at {s['speed_context']:,} tokens, against the plain cache in turns."
     return text
