@@ -104,7 +104,7 @@ def compare_one(model, tokenizer,
         ms, ratio = speed.seconds*1e3, speed.ratio
     return Comparison(name, nll, nll-base.nll if base else 0., found, size.held, size.used, formula, size.fp16, size.fraction, ms, ratio)
 
-# %% ../../nbs/evaluate/compare.ipynb #4fbfa7fa
+# %% ../../nbs/evaluate/compare.ipynb #e6708bf7
 def compare(model, tokenizer,
     caches:dict, # name → `KVCacheConfig`, or () → fresh cache list
     progress:bool=True, # show bars on stderr
@@ -113,19 +113,19 @@ def compare(model, tokenizer,
     "Measure caches side by side"
     measure, base = Measurement(**measure), None
     makers = {n: cache_maker(model, c) if isinstance(c, KVCacheConfig) else c for n,c in caches.items()}
-    with tqdm(total=1+len(makers), disable=not progress, leave=False, unit='cache', desc='compare') as bar:
+    with tqdm(total=1+len(makers), disable=not progress, delay=1, leave=False, unit='cache', desc='compare') as bar:
         for name, make in (dict(plain=lambda: make_prompt_cache(model)) | makers).items():
-            bar.set_postfix_str(name)
+            bar.set_description(f'compare {name}', refresh=False)
             row = compare_one(model, tokenizer, name, make, base, measure, progress)
             base = base or row
             bar.update()
             yield row
 
-# %% ../../nbs/evaluate/compare.ipynb #db399955
+# %% ../../nbs/evaluate/compare.ipynb #b2e3e686
 def size_text(n:float # bytes
 )->str:
-    "Bytes in MiB, or KiB when few"
-    return f"{n/2**20:,.2f} MiB" if n>=2**20 else f"{n/2**10:,.1f} KiB"
+    "Bytes in the unit that fits"
+    return f"{n/2**30:,.2f} GiB" if n>=2**30 else f"{n/2**20:,.2f} MiB" if n>=2**20 else f"{n/2**10:,.1f} KiB"
 
 # %% ../../nbs/evaluate/compare.ipynb #0891219e
 class ComparisonReport(list):

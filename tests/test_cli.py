@@ -1,0 +1,176 @@
+"The command line: help, errors in one line, JSON, and its commands on the embedded model at a small size."
+import json, os, signal, subprocess, sys, time
+import mlx.core as mx, pytest
+from mlx_lm.models.cache import KVCache
+from typer.testing import CliRunner
+import veloxquant_mlx
+from veloxquant_mlx import QuantizerConfigError, cli
+from veloxquant_mlx.models.load import load_model
+
+commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'demo']
+
+@pytest.fixture(scope='module')
+def loaded(): return load_model()
+
+@pytest.fixture
+def once(loaded, monkeypatch):
+    "the commands get one model instead of loading it each time"
+    monkeypatch.setattr(cli, 'load_model', lambda name=None: loaded if name is None else load_model(name))
+
+def run(*args, code=0, **kw):
+    r = CliRunner().invoke(cli.app, [str(a) for a in args], prog_name='veloxquant', **kw)
+    assert r.exit_code==code, r.output
+    assert 'Traceback' not in r.output
+    return r
+
+def fails(*args, code=2, **kw):
+    r = run(*args, code=code, **kw)
+    assert r.stdout=='' and r.stderr.startswith('error: ') and r.stderr.count('\n')==1
+    return r.stderr[7:].rstrip('\n')
+
+def spawn(*args, **kw): return subprocess.run([sys.executable, '-c', 'from veloxquant_mlx.cli import main; main()', *map(str, args)], capture_output=True, text=True, **kw)
+
+# --- help and errors
+
+@pytest.mark.parametrize('command', commands)
+def test_help(command):
+    for flag in ('--help', '-h'): assert 'Usage: veloxquant '+command in run(command, flag).stdout
+
+def test_front_page():
+    for args in ((), ('--help',)):
+        text = run(*args).stdout
+        assert all(c in text for c in commands)
+    assert run('--version').stdout.strip()==veloxquant_mlx.__version__
+
+@pytest.mark.parametrize('args,message', [
+    (('bogus',), "No such command 'bogus'"), (('demos',), "Did you mean 'demo'"), (('auto-config', '--bogus'), 'No such option'),
+    (('auto-config', '--seq-len', 'long'), "Invalid value for '--seq-len'"), (('auto-config', '--seq-len'), "requires an argument"),
+    (('auto-config', '--seq-len', 0), 'seq_len must be >= 1 (got 0)'), (('auto-config', '--head-dim', 96), 'head_dim must be a power of 2 (got 96)'),
+    (('auto-config', '--total-memory-bytes', 0), 'total_memory_bytes must be >= 1 (got 0)'),
+    (('generate', '-p', 'x', '--method', 'zip'), 'method must be one of turboquant_rvq, '), (('generate', '-p', 'x', '--auto', '--method', 'kivi'), '--auto and --method exclude each other'),
+    (('generate', '-p', 'x', '--method', 'kivi', '-o', 'kivi_group=3'), "kivi has no option 'kivi_group' (did you mean kivi_group_size?)"),
+    (('generate', '-p', 'x', '--method', 'kivi', '-o', 'h2o_budget=3'), "kivi has no option 'h2o_budget'"), (('generate', '-p', 'x', '--method', 'kivi', '-o', 'x'), 'an option must be name=value'),
+    (('generate', '-p', ' '), 'the prompt must not be empty'), (('generate', '-p', 'x', '--max-tokens', 0), "Invalid value for '--max-tokens'"),
+    (('generate', '-p', 'x', '-m', './no/such/folder'), 'no such folder: ./no/such/folder'), (('compare', '-m', 'no/such.gguf'), 'no such file: no/such.gguf'),
+    (('describe', '-m', './none'), 'no such folder'), (('demo', '-m', './none'), 'no such folder'),
+    (('compare', '--methods', ','), '--methods must name at least one method'), (('compare', '--methods', 'kivi:bit_width_inlier=99'), 'bit_width_inlier must be one of'),
+    (('compare', '--tokens', 100, '--prefill', 100), 'prefill must be < tokens, 100 (got 100)')])
+def test_errors_are_one_line(args, message): assert message in fails(*args)
+
+def test_values_are_checked_before_a_cache_is_made(once):
+    assert fails('generate', '-p', 'x', '--method', 'kivi', '-o', 'kivi_group_size=4')=='kivi_group_size must be >= 8 (got 4)'
+    assert fails('generate', '-p', 'x', '-o', 'kivi_group_size=32')=="--option needs --method (got 'kivi_group_size=32')"
+    assert 'bit_width_inlier must have 30 elements' in fails('generate', '-p', 'x', '--method', 'kivi', '-o', 'bit_width_inlier=[2,4]')
+    assert 'n must be between 1 and' in fails('compare', '--tokens', 10**6, '--methods', 'kivi')
+
+def test_interrupt_and_our_own_bugs(monkeypatch):
+    def interrupted(_): raise KeyboardInterrupt
+    monkeypatch.setattr(cli, 'load_model', interrupted)
+    r = run('demo', code=130)
+    assert (r.stdout, r.stderr)==('', '')
+    def buggy(_): raise TypeError('a bug')
+    monkeypatch.setattr(cli, 'load_model', buggy)
+    assert isinstance(CliRunner().invoke(cli.app, ['demo']).exception, TypeError)
+
+def test_warnings_are_one_line(monkeypatch, loaded):
+    import warnings
+    def loud(_):
+        warnings.warn('careful\nhere')
+        return loaded
+    monkeypatch.setattr(cli, 'load_model', loud)
+    assert 'warning: careful here\n' in run('describe', '--method', 'kivi').stderr
+
+def test_the_command_itself():
+    r = spawn('auto-config', '--head-dim', 3)
+    assert (r.returncode, r.stdout, r.stderr)==(2, '', 'error: head_dim must be a power of 2 (got 3)\n')
+    r = spawn('auto-config', '--json')
+    assert r.returncode==0 and json.loads(r.stdout)['config']['method']=='kivi' and r.stderr==''
+
+@pytest.mark.skipif(os.name=='nt', reason='no SIGINT to a child')
+def test_ctrl_c():
+    code = "import sys, time; from veloxquant_mlx import cli; cli.load_model = lambda _: (print('ready', flush=True), time.sleep(60)); cli.main()"
+    p = subprocess.Popen([sys.executable, '-c', code, 'demo'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert p.stdout.readline()=='ready\n'
+    time.sleep(.2)
+    p.send_signal(signal.SIGINT)
+    assert p.communicate()==('', '') and p.returncode==130
+
+# --- auto-config and methods
+
+def config(*args): return json.loads(run('auto-config', *args, '--json').stdout)
+
+def test_auto_config_json():
+    args = '--head-dim 128 --seq-len 32000 --n-layers 32 --batch-size 4 --total-memory-bytes 34359738368 --active-memory-bytes 4294967296'.split()
+    assert json.dumps(config(*args))==json.dumps(dict(
+        workload=dict(head_dim=128, seq_len=32000, n_layers=32, batch_size=4), hardware=dict(total_memory_bytes=34359738368, active_memory_bytes=4294967296),
+        config=dict(method='kvquant', head_dim=128, kvquant_bits=3, kvquant_group_size=32, kvquant_outlier_fraction=.01),
+        reason='seq_len=32000 >= 16384 (long context): selected kvquant (3-bit NUQ + outlier isolation) for aggressive compression'))
+
+def test_auto_config_defaults_and_hardware(monkeypatch):
+    monkeypatch.setattr(mx, 'device_info', lambda: dict(memory_size=2**40))
+    d = config()
+    assert d['workload']==dict(head_dim=128, seq_len=4096, n_layers=1, batch_size=1)
+    assert d['config']==dict(method='kivi', head_dim=128, bit_width_inlier=2, kivi_group_size=32)
+    assert d['hardware']['total_memory_bytes']==2**40
+    assert config('--active-memory-bytes', 2**39)['hardware']==d['hardware'] # ignored without the total
+    assert config('--total-memory-bytes', 2**20)['hardware']==dict(total_memory_bytes=2**20, active_memory_bytes=0)
+    assert config('--total-memory-bytes', 2**20)['config']==dict(method='gear', head_dim=128, gear_bits=2, gear_group_size=32)
+    assert config('--seq-len', 100, '--head-dim', 256)['config']==dict(method='turboquant_rvq', head_dim=256, bit_width_inlier=4)
+    monkeypatch.delattr(mx, 'device_info')
+    assert config()['hardware']==dict(total_memory_bytes=None, active_memory_bytes=0)
+
+def test_auto_config_in_words():
+    text = run('auto-config', '--seq-len', 100, '--total-memory-bytes', 2**40).stdout
+    assert 'turboquant_rvq: head_dim=128, bit_width_inlier=4' in text and 'seq_len=100 < 2048 (short context)' in text
+
+def test_methods():
+    facts = json.loads(run('methods', '--json').stdout)
+    from veloxquant_mlx.engine.registry import methods
+    assert [f['name'] for f in facts]==list(methods())
+    text = run('methods').stdout
+    assert all(f['name'] in text and f['paper'] in text for f in facts)
+
+def test_options_as_text():
+    assert cli.read_options('kvquant', ['kvquant_bits=4', 'seed=7', 'capacity=None', 'dtype=bfloat16', 'fused_sdpa=TRUE', 'kvquant_outlier_fraction=1e-2'])==dict(
+        kvquant_bits=4, seed=7, capacity=None, dtype=mx.bfloat16, fused_sdpa=True, kvquant_outlier_fraction=.01)
+    with pytest.raises(QuantizerConfigError, match="dtype must be a floating-point mlx dtype"): cli.read_methods('kivi:dtype=int8')
+    with pytest.raises(QuantizerConfigError, match="kivi_group_size must be an int .got 'big'."): cli.read_methods('kivi:kivi_group_size=big')
+    assert list(cli.read_methods('kivi:bit_width_inlier=[2,4],gear'))==['kivi:bit_width_inlier=[2,4]', 'gear']
+
+# --- on the embedded model, small
+
+def test_generate(once):
+    r = run('generate', '--max-tokens', 8, '--method', 'kivi', '-o', 'bit_width_inlier=4', input='What is the capital of France?\n')
+    assert r.stdout=='The capital of France is Paris.\n'
+    for part in ('Prompt    37 tokens', 'Answer    8 tokens', ' held, ', 'x smaller', '30 x kivi: head_dim 64, 4 bits'): assert part in r.stderr
+    r = run('generate', '-p', 'Once upon a time', '--no-chat', '--max-tokens', 2, '--auto')
+    assert 'seq_len=6 < 2048 (short context): selected turboquant_rvq (4-bit)' in r.stderr and '30 x turboquant_rvq' in r.stderr
+
+def test_a_prompt_is_announced_before_it_is_read(loaded):
+    calls = []
+    class Spy(KVCache):
+        def expect_prompt(self, n): calls.append((n, self.offset))
+    model,tokenizer = loaded
+    list(cli.stream(model, tokenizer, [5]*9, [Spy() for _ in model.layers], max_tokens=1, progress=False))
+    assert calls==[(9,0)]*30
+
+def test_describe(once):
+    text = run('describe', '--method', 'gear').stdout
+    assert text.count('GEARCache')==30 and '2 bits' in text
+    assert 'selected kvquant' in run('describe', '--seq-len', 20000).stderr
+
+def test_compare(once):
+    args = ('compare', '--methods', 'kivi:residual_length=32,gear', '--tokens', 160, '--chunk', 32, '--no-needle')
+    d = json.loads(run(*args, '--steps', 0, '--json').stdout)
+    assert (d['tokens'], d['prefill'], d['chunk'], d['needle_context'], d['speed_context'], d['exact_rows'])==(160, 80, 32, None, None, 'float16')
+    plain, kivi, gear = d['rows']
+    assert [r['name'] for r in d['rows']]==['plain', 'kivi:residual_length=32', 'gear']
+    assert plain['nll_change']==0 and plain['formula'] is None and plain['fp16']==30*2*3*64*160*2
+    for r in (kivi, gear): assert r['needle'] is None and r['ratio']==r['fp16']/r['held'] and abs(r['used']/r['formula']-1)<.03
+    assert kivi['used']<.5*kivi['fp16']
+    r = run('compare', '--methods', 'kivi', '--tokens', 40, '--needle-context', 120, '--speed-context', 16, '--steps', 1)
+    assert r.stdout.count('found')==2 and ('exact rows in float16' in ' '.join(r.stdout.split()))==(d['computes_in']=='float32')
+
+def test_demo(once):
+    text = ' '.join(run('demo', '--context', 140, '--tokens', 32, '--steps', 1).stdout.split())
+    for part in ('30 layers with 3 KV heads of 64', 'Choice turboquant_rvq', 'Why seq_len=', 'plain 4817', 'times less', 'the model still finds the hidden code'): assert part in text
