@@ -142,7 +142,7 @@ def test_options_as_text():
 def test_generate(once):
     r = run('generate', '--max-tokens', 8, '--method', 'kivi', '-o', 'bit_width_inlier=4', input='What is the capital of France?\n')
     assert r.stdout=='The capital of France is Paris.\n'
-    for part in ('Prompt    37 tokens', 'Answer    8 tokens', ' held, ', 'x smaller', '30 x kivi: head_dim 64, 4 bits'): assert part in r.stderr
+    for part in ('Prompt    37 tokens', 'Answer    8 tokens', ' held, ', 'as float16: ratio ', '30 x kivi: head_dim 64, 4 bits'): assert part in r.stderr
     r = run('generate', '-p', 'Once upon a time', '--no-chat', '--max-tokens', 2, '--auto')
     assert 'seq_len=6 < 2048 (short context): selected turboquant_rvq (4-bit)' in r.stderr and '30 x turboquant_rvq' in r.stderr
 

@@ -14,10 +14,12 @@ Modules:
 - `veloxquant_mlx.engine.base`: mlx-lm's whole cache protocol, for one layer, so that a method only says what it stores.
 - `veloxquant_mlx.engine.codecs`: The two group layouts that many methods share: per token and per channel.
 - `veloxquant_mlx.engine.hook`: One wrapper around MLX's attention function lets every cache see the model's real queries.
+- `veloxquant_mlx.engine.layer_config`: What one layer's cache needs to know, small enough to travel with it.
 - `veloxquant_mlx.engine.layers`: Which entries of a model's cache list can be compressed, and what was done to each.
 - `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
 - `veloxquant_mlx.engine.registry`: The one list of methods.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
+- `veloxquant_mlx.engine.trial`: What every method's notebook needs to show its cache at work.
 - `veloxquant_mlx.evaluate.compare`: One row a cache: quality, needle, bytes, time.
 - `veloxquant_mlx.evaluate.corpus`: The reference text of all measurements: part of Python itself.
 - `veloxquant_mlx.evaluate.memory`: How many bytes a cache really holds, and how many an uncompressed one would.
@@ -32,11 +34,13 @@ Modules:
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
 - `veloxquant_mlx.models.load`: One call for a hub id, a folder, a GGUF file, or the small embedded model.
 - `veloxquant_mlx.ops.affine`: Round-to-nearest codes with one scale and one zero point per group, along channels or along tokens.
+- `veloxquant_mlx.ops.cast`: Numbers that stay finite in half precision.
 - `veloxquant_mlx.ops.codebook`: The best few levels for numbers of a known law, or for numbers at hand.
 - `veloxquant_mlx.ops.lowrank`: A few rounds of power iteration give the best rank-r part of a block, without an SVD.
 - `veloxquant_mlx.ops.packing`: Codes of any width lie in `uint32` words, never one code a byte.
 - `veloxquant_mlx.ops.rope`: Rotary position embedding, applied and taken back exactly.
 - `veloxquant_mlx.ops.rotation`: Orthogonal maps that spread a vector's energy evenly over its coordinates.
+- `veloxquant_mlx.ops.sparse`: A few exact numbers added to decoded rows, and the layout in which they are counted.
 - `veloxquant_mlx.ops.topk`: Exactly k winners, equal values decided by position."""
 
 __version__ = "0.1.0"

@@ -13,10 +13,11 @@ __all__ = ['app', 'ModelName', 'MethodName', 'Pairs', 'Steps', 'AsJson', 'POOL',
            'stream', 'layers_text', 'generation_text', 'chosen_config', 'generate', 'show', 'timing', 'compare_methods',
            'describe_model', 'model_text', 'answer', 'verdict', 'demo']
 
-# %% ../nbs/99_cli.ipynb #b4d0f647
+# %% ../nbs/99_cli.ipynb #0b84c0d1
 import ast, difflib, json, math, re, sys, warnings
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import groupby
 from typing import Annotated
 import mlx.core as mx, typer
 from mlx_lm.generate import stream_generate
@@ -101,16 +102,17 @@ def say(text:str):
     "Print prose on stdout, wrapped between words"
     console().print(text)
 
-# %% ../nbs/99_cli.ipynb #79f7706f
+# %% ../nbs/99_cli.ipynb #c69c867a
 def table(columns, # heads
     rows, # of texts
     left:int=1 # so many columns are text, the others numbers
 ):
     "Print a table on stdout"
-    t = Table(box=box.SIMPLE, pad_edge=False, padding=(0,1))
-    for i,c in enumerate(columns): t.add_column(c, justify='left' if i<left else 'right', overflow='fold')
+    c = console()
+    t = Table(box=box.SIMPLE_HEAD if c.width>100 else None, pad_edge=False, padding=(0,1))
+    for i,name in enumerate(columns): t.add_column(name, justify='left' if i<left else 'right', overflow='fold', no_wrap=i>=left)
     for r in rows: t.add_row(*map(Text, r))
-    console().print(t)
+    c.print(t)
 
 # %% ../nbs/99_cli.ipynb #48965697
 def hardware_from(total:int|None, # bytes, None: not given
@@ -152,21 +154,22 @@ def method_facts()->list: # one dict a method
             needs_queries=served and c.needs_queries, standalone=m.standalone))
     return res
 
-# %% ../nbs/99_cli.ipynb #24d7225d
+# %% ../nbs/99_cli.ipynb #6d190038
 def bits_text(bits:list)->str:
-    "Widths, a run of them as a range"
-    return f'{bits[0]}–{bits[-1]}' if len(bits)>2 and bits==list(range(bits[0], bits[-1]+1)) else ', '.join(map(str, bits)) or '–'
+    "Widths, runs of them as ranges"
+    runs = [[b for _,b in g] for _,g in groupby(enumerate(bits), lambda o: o[1]-o[0])]
+    return ', '.join(f'{r[0]}–{r[-1]}' if len(r)>2 else ', '.join(map(str, r)) for r in runs) or '–'
 
-# %% ../nbs/99_cli.ipynb #1d3c4d47
+# %% ../nbs/99_cli.ipynb #c5cd821a
 @app.command('methods')
 def list_methods(as_json:AsJson=False):
     "List the compression methods."
     facts = method_facts()
     if as_json: return typer.echo(json.dumps(facts, indent=2))
-    flags = dict(trim='trim', per_layer_widths='per layer', needs_queries='queries', standalone='standalone')
+    flags = dict(trim='trim', per_layer_widths='layers', needs_queries='queries', standalone='alone')
     rows = [(f['name'], f['family'], f['paper'], bits_text(f['bits']), *('yes' if f[k] else '–' for k in flags)) for f in facts]
     table(('method', 'family', 'paper', 'bits', *flags.values()), rows, left=3)
-    say("bits: code widths. trim: tokens can be taken back. per layer: takes a list of widths. queries: needs the model's queries. standalone: outside a model only.")
+    say("bits: code widths. trim: tokens can be taken back. layers: takes a width for each layer. queries: needs the model's queries. alone: outside a model only.")
 
 # %% ../nbs/99_cli.ipynb #899aa7d1
 def read_value(f, # a dataclass field
@@ -247,14 +250,14 @@ def layers_text(caches:list # one entry a layer
     rows = Counter((r['method'], r['details']) for r in describe(caches))
     return [f"{n} x {method}: {details}" for (method,details),n in rows.items()]
 
-# %% ../nbs/99_cli.ipynb #0fb43ace
+# %% ../nbs/99_cli.ipynb #7a16cc1f
 def generation_text(r, # the last `GenerationResponse`
     caches:list # that it was made with
 )->str:
     "Bytes, ratio and speed of a generation"
     m = memory_report(caches)
     lines = [f"Prompt    {r.prompt_tokens:,} tokens, {r.prompt_tps:.1f} tokens/s", f"Answer    {r.generation_tokens:,} tokens, {r.generation_tps:.1f} tokens/s",
-        f"Cache     {size_text(m.held)} held, {size_text(m.fp16)} as float16: {m.ratio:.2f} x smaller ({m.fraction:.1%})"]
+        f"Cache     {size_text(m.held)} held, {size_text(m.fp16)} as float16: ratio {m.ratio:.2f} ({m.fraction:.1%})"]
     return '\n'.join(lines + [f"{'Layers' if not i else '':9} {l}" for i,l in enumerate(layers_text(caches))])
 
 # %% ../nbs/99_cli.ipynb #d80801e9

@@ -54,14 +54,14 @@ def type_ok(value, # the value to check
     if tp is tuple: return isinstance(value, (tuple, list))
     return isinstance(value, tp)
 
-# %% ../../nbs/core/fields.ipynb #608cf87b
+# %% ../../nbs/core/fields.ipynb #5e8bfbe8
 def _type_text(tp)->str:
     "A type in the words of an error message"
     if typing.get_origin(tp) is typing.Literal: return 'one of ' + ', '.join(map(repr, typing.get_args(tp)))
     if typing.get_origin(tp) is not None and not isinstance(tp, types.UnionType): tp = typing.get_origin(tp)
     if isinstance(tp, types.UnionType): return ' or '.join(_type_text(o) for o in typing.get_args(tp))
     name = 'None' if tp is type(None) else getattr(tp, '__name__', str(tp))
-    return f"an {name}" if name[0] in 'aeio' and name!='None' else name if name=='None' else f"a {name}"
+    return name if name=='None' else f"an {name}" if name[0] in 'aeioAEIO' else f"a {name}"
 
 # %% ../../nbs/core/fields.ipynb #e4d459b1
 def check_field(f:dataclasses.Field, # the field's declaration
@@ -79,28 +79,38 @@ def check_field(f:dataclasses.Field, # the field's declaration
     else: bad = False
     if bad: raise QuantizerConfigError(f"{f.name} must be {legal_text(f)} {got}")
 
-# %% ../../nbs/core/fields.ipynb #82d31707
+# %% ../../nbs/core/fields.ipynb #a99aa150
 @dataclass
 class Options:
     "Base of every options dataclass: validated when made"
     def __post_init__(self):
-        for f in dataclasses.fields(self): check_field(f, getattr(self, f.name))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            check_field(f, value)
+            if isinstance(value, np.generic): setattr(self, f.name, value.item()) # so that options can be written as JSON
         self.check()
     def check(self):
         "Rules that join several fields; raise `QuantizerConfigError`"
 
-# %% ../../nbs/core/fields.ipynb #cdd50044
+# %% ../../nbs/core/fields.ipynb #3d8f327b
 class MarkdownTable(str):
     "Markdown text that a notebook shows as a table"
     def _repr_markdown_(self): return str(self)
+    @classmethod
+    def of(cls, columns:list, # titles
+        rows:list # of lists of cells
+    )->'MarkdownTable':
+        "A table of cells"
+        lines = [columns, ['---']*len(columns), *rows]
+        return cls('\n'.join('| '+' | '.join(map(str, l))+' |' for l in lines))
 
-# %% ../../nbs/core/fields.ipynb #a8d0bfef
+# %% ../../nbs/core/fields.ipynb #6c71b502
 def options_table(cls:type # an options dataclass
 )->MarkdownTable:
     "One row per option: name, type, default, legal values, meaning"
-    rows = ['| field | type | default | legal | meaning |', '|---|---|---|---|---|']
+    rows = []
     for f in dataclasses.fields(cls):
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        tp = f.type.__name__ if isinstance(f.type, type) and not typing.get_args(f.type) else str(f.type).replace('typing.', '')
-        rows.append(f"| `{f.name}` | {tp} | {default!r} | {legal_text(f)} | {f.metadata['doc']} |".replace(' | None', ' or None'))
-    return MarkdownTable('\n'.join(rows))
+        tp = f.type.__name__ if isinstance(f.type, type) and not typing.get_args(f.type) else str(f.type).replace('typing.', '').replace(' | ', ' or ')
+        rows.append([f'`{f.name}`', tp, repr(default), legal_text(f), f.metadata['doc']])
+    return MarkdownTable.of(['field', 'type', 'default', 'legal', 'meaning'], rows)

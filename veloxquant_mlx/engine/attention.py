@@ -13,17 +13,19 @@ __all__ = ['resolve_mask', 'attend_rows', 'attend_part', 'merge_parts', 'attend_
 import mlx.core as mx
 from .hook import *
 
-# %% ../../nbs/engine/attention.ipynb #98935f1d
+# %% ../../nbs/engine/attention.ipynb #aa235416
 def resolve_mask(mask, # None, 'causal', or an array (..., L, T) bool (True = visible) or additive
     L:int, # queries
     T:int, # tokens seen, the queries' own included
-    first:int=0, # logical position of the first stored row
-    window:int|None=None # w
+    first:int=0, # logical position of the first row that is read
+    window:int|None=None, # w
+    held:int=0 # logical position of the first stored row
 ):
     "None, 'causal' or an array (..., L, T-first) for the stored rows"
     if isinstance(mask, mx.array):
-        if mask.shape[-1] not in (T, T-first): raise ValueError(f"mask covers {mask.shape[-1]} tokens, the cache holds {T-first} of {T}")
+        if mask.shape[-1] not in (T, T-held): raise ValueError(f"mask covers {mask.shape[-1]} tokens, the cache holds {T-held} of {T}")
         mask = mask[..., -(T-first):]
+    elif mask not in (None, 'causal'): raise ValueError(f"mask must be None, 'causal' or an array (got {mask!r})")
     elif L==1: mask = None
     else: mask = 'causal'
     if window is None or T-first<=window: return mask
@@ -32,7 +34,7 @@ def resolve_mask(mask, # None, 'causal', or an array (..., L, T) bool (True = vi
     if not isinstance(mask, mx.array): return visible
     return mask & visible if mask.dtype==mx.bool_ else mx.where(visible, mask, -mx.inf)
 
-# %% ../../nbs/engine/attention.ipynb #df9bb5d8
+# %% ../../nbs/engine/attention.ipynb #02e1ad0b
 def attend_rows(queries:mx.array, # (B, H_q, L, D)
     keys:mx.array, # (B, H, n, D)
     values:mx.array, # (B, H, n, D_v)
@@ -42,7 +44,7 @@ def attend_rows(queries:mx.array, # (B, H_q, L, D)
 )->mx.array: # (B, H_q, L, D_v) float32
     "Softmax attention in float32"
     f32 = lambda x: x.astype(mx.float32)
-    if isinstance(mask, mx.array) and mask.dtype!=mx.bool_: mask = f32(mask)
+    if isinstance(mask, mx.array) and mask.dtype!=mx.bool_: mask = mx.maximum(f32(mask), -1e30) # a row that is all -inf would give NaN
     return plain_attention()(f32(queries), f32(keys), f32(values), scale=scale, mask=mask, sinks=None if sinks is None else f32(sinks))
 
 # %% ../../nbs/engine/attention.ipynb #540e44f6

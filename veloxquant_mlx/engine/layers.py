@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/engine/layers.html.md"""
 
 # %% auto #0
 __all__ = ['text_model', 'stock_caches', 'attention_of', 'attention_modules', 'Slot', 'is_mla', 'cache_slots', 'layer_rope',
-           'rope_unknown', 'asks_again', 'CacheDescription', 'describe']
+           'rope_unknown', 'layer_head_dim', 'asks_again', 'CacheDescription', 'describe']
 
 # %% ../../nbs/engine/layers.ipynb #68602521
 from dataclasses import dataclass
@@ -117,18 +117,25 @@ def rope_unknown(attention # a module or None
     if is_mla(attention): return False
     return hasattr(attention, 'qk_rope_head_dim') or (_rope_module(attention) is not None and layer_rope(attention) is None)
 
+# %% ../../nbs/engine/layers.ipynb #de48854e
+def layer_head_dim(attention # a module or None
+)->int|None:
+    "D of a layer's keys, if it can be told"
+    heads, proj = getattr(attention, 'n_kv_heads', None), getattr(attention, 'k_proj', None)
+    weight = getattr(proj, 'weight', None)
+    if attention is None or is_mla(attention) or hasattr(attention, 'qk_rope_head_dim'): return None
+    return weight.shape[0]//heads if heads and weight is not None and weight.shape[0]%heads==0 else getattr(attention, 'head_dim', None)
+
 # %% ../../nbs/engine/layers.ipynb #69fc3ca5
 def asks_again(model)->bool:
     "Whether layers read another layer's rows through its cache"
     return any('keys_and_values' in getattr(type(m).__call__, '__code__', compile('', '', 'exec')).co_names for m in model.modules())
 
-# %% ../../nbs/engine/layers.ipynb #35db9b9f
+# %% ../../nbs/engine/layers.ipynb #2c196b18
 class CacheDescription(list):
     "Rows of `describe`, shown as a table"
     columns = ('layer', 'cache', 'method', 'details')
-    def markdown(self)->MarkdownTable:
-        rows = ['| '+' | '.join(self.columns)+' |', '|---'*len(self.columns)+'|']
-        return MarkdownTable('\n'.join(rows+['| '+' | '.join(str(r[c]) for c in self.columns)+' |' for r in self]))
+    def markdown(self)->MarkdownTable: return MarkdownTable.of(self.columns, [[r[c] for c in self.columns] for r in self])
     def _repr_markdown_(self): return str(self.markdown())
     def __str__(self):
         width = {c: max(len(c), *(len(str(r[c])) for r in self)) if self else len(c) for c in self.columns}

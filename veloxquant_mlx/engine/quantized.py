@@ -9,16 +9,16 @@ Docs: https://example.github.io/veloxquant_mlx/engine/quantized.html.md"""
 # %% auto #0
 __all__ = ['QuantizedCache']
 
-# %% ../../nbs/engine/quantized.ipynb #bfdaf7dd
+# %% ../../nbs/engine/quantized.ipynb #2b90c1e4
 from fastcore.basics import patch
 import mlx.core as mx
 from .attention import *
 from .base import *
 from .hook import *
-from .registry import *
 from .stream import *
+from ..ops.cast import *
 
-# %% ../../nbs/engine/quantized.ipynb #37057df2
+# %% ../../nbs/engine/quantized.ipynb #f74917a9
 class QuantizedCache(CompressedCache):
     "Keys and values in two streams"
     keys_stream = values_stream = None
@@ -26,19 +26,15 @@ class QuantizedCache(CompressedCache):
         value_dim:int # D_v
     )->tuple: # two `Stream`s
         raise NotImplementedError
-    def formula_nbytes(self, T:int # tokens
-    )->float:
-        "Bytes of T tokens by the method's formula"
-        raise NotImplementedError
 
-# %% ../../nbs/engine/quantized.ipynb #d5c7037d
+# %% ../../nbs/engine/quantized.ipynb #92f5be0b
 @patch
 def store(self:QuantizedCache, keys:mx.array, values:mx.array):
     "Append to both streams and free what a sliding window has passed"
     if self.keys_stream is None: self.keys_stream, self.values_stream = self.streams(keys.shape[-1], values.shape[-1])
     dtype = self.config.dtype or keys.dtype
     for stream, rows in ((self.keys_stream, keys), (self.values_stream, values)):
-        stream.append(rows.astype(dtype))
+        stream.append(cast_finite(rows, dtype))
         if self.config.sliding_window: stream.drop(self.offset-self.config.sliding_window+1)
 
 # %% ../../nbs/engine/quantized.ipynb #1141b17b
@@ -56,38 +52,33 @@ def dense(self:QuantizedCache, kind:str, # 'k' or 'v'
     stream = self.keys_stream if kind=='k' else self.values_stream
     return stream.codec.from_basis(stream.read(self.first, n))
 
-# %% ../../nbs/engine/quantized.ipynb #ff7145d1
+# %% ../../nbs/engine/quantized.ipynb #1286d490
 @patch
-def _queries_to_basis(self:QuantizedCache, queries):
-    B, H_q, L, D = queries.shape
+def _by_kv_head(self:QuantizedCache, change, # `to_basis` or `from_basis` of a codec
+    x # (B, H_q, L, D)
+)->mx.array: # (B, H_q, L, ·)
+    "Change the basis of queries or outputs"
+    B, H_q, L, D = x.shape
     H = self.shape[1]
-    y = self.keys_stream.codec.to_basis(queries.astype(mx.float32).reshape(B, H, H_q//H*L, D))
-    return y.reshape(B, H_q, L, -1)
+    return change(x.astype(mx.float32).reshape(B, H, H_q//H*L, D)).reshape(B, H_q, L, -1)
 
-# %% ../../nbs/engine/quantized.ipynb #96d8d457
-@patch
-def _outputs_from_basis(self:QuantizedCache, out):
-    B, H_q, L, D = out.shape
-    H = self.shape[1]
-    y = self.values_stream.codec.from_basis(out.reshape(B, H, H_q//H*L, D))
-    return y.reshape(B, H_q, L, -1)
-
-# %% ../../nbs/engine/quantized.ipynb #0a2dc13e
+# %% ../../nbs/engine/quantized.ipynb #628a7b39
 @patch
 def attention(self:QuantizedCache, queries:mx.array, scale:float, mask, sinks)->mx.array:
     "The read rule: the call's own tokens exactly, earlier ones through the cache"
     c, L, live = self.config, queries.shape[2], self.live
     if live is not None and not self._before and not c.sliding_window:
-        return plain_attention()(queries, *live, scale=scale, mask='causal' if mask is None else mask, sinks=sinks)
+        return plain_attention()(queries, *live, scale=scale, mask=resolve_mask(mask, L, self.offset), sinks=sinks)
     window = c.sliding_window
     lo = self.first if window is None else max(self.first, self.offset-L-window+1, 0)
-    q, mask = self._queries_to_basis(queries), resolve_mask(mask, L, self.offset, lo, window)
+    q = self._by_kv_head(self.keys_stream.codec.to_basis, queries)
+    mask = resolve_mask(mask, L, self.offset, lo, window, held=self.first)
     if live is not None and (c.fused_sdpa or c.fused_sdpa_memory_bound):
         out = attend_tiles(q, self._tiles(lo, live), scale, mask, sinks, n=self.offset-lo)
     else: out = attend_rows(q, *self._rows(lo, live), scale, mask, sinks)
-    return self._outputs_from_basis(out)
+    return self._by_kv_head(self.values_stream.codec.from_basis, out)
 
-# %% ../../nbs/engine/quantized.ipynb #aad0ba24
+# %% ../../nbs/engine/quantized.ipynb #e4a43620
 @patch
 def _rows(self:QuantizedCache, lo, # first position
     live # rows of the call, or None
@@ -96,8 +87,8 @@ def _rows(self:QuantizedCache, lo, # first position
     hi, out = self.offset if live is None else self._before, []
     for stream, own in zip((self.keys_stream, self.values_stream), live or (None, None)):
         own = None if own is None else stream.codec.to_basis(own.astype(mx.float32))
-        old = stream.read(lo, hi) if hi>lo else None
-        out.append(mx.concatenate([old, own], axis=2) if old is not None and own is not None else old if own is None else own)
+        old = stream.read(lo, hi)
+        out.append(old if own is None else mx.concatenate([old, own], axis=2))
     return tuple(out)
 
 # %% ../../nbs/engine/quantized.ipynb #a8211e8b

@@ -9,10 +9,11 @@ Docs: https://example.github.io/veloxquant_mlx/engine/stream.html.md"""
 # %% auto #0
 __all__ = ['Rows', 'Codec', 'Stream']
 
-# %% ../../nbs/engine/stream.ipynb #9cc664c7
+# %% ../../nbs/engine/stream.ipynb #788df799
 import math
 from fastcore.basics import patch
 import mlx.core as mx
+from ..ops.cast import *
 
 # %% ../../nbs/engine/stream.ipynb #f0bbda6d
 class Rows:
@@ -36,12 +37,12 @@ def append(self:Rows, rows:mx.array): # (..., m, W)
     self.buffer[..., self.n:end, :] = rows
     self.n = end
 
-# %% ../../nbs/engine/stream.ipynb #c545d43c
+# %% ../../nbs/engine/stream.ipynb #8674e0a1
 @patch
 def rows(self:Rows, lo:int=0, hi:int|None=None)->mx.array: # (..., hi-lo, W)
-    "Rows lo to hi, all of them by default"
+    "Rows lo to hi, all of them by default; never the buffer's own name, which changes with the next append"
     hi = self.n if hi is None else hi
-    return self.buffer if (lo, hi)==(0, self.buffer.shape[-2]) else self.buffer[..., lo:hi, :]
+    return mx.array(self.buffer) if (lo, hi)==(0, self.buffer.shape[-2]) else self.buffer[..., lo:hi, :]
 
 # %% ../../nbs/engine/stream.ipynb #d23fc7bf
 @patch
@@ -50,15 +51,12 @@ def cut(self:Rows, lo:int, hi:int):
     if lo: self.buffer = mx.contiguous(self.buffer[..., lo:hi, :])
     self.n = hi-lo
 
-# %% ../../nbs/engine/stream.ipynb #15f75c9b
+# %% ../../nbs/engine/stream.ipynb #83e83357
 class Codec:
     "How rows of one side are written and read"
     names = () # names of the arrays that `encode` gives
     n_fit = 0 # tokens that must be there before the first is packed
-    @property
-    def tables(self)->tuple: return () # arrays fitted online, part of the state
-    @tables.setter
-    def tables(self, arrays): assert not arrays
+    tables = () # arrays fitted online, part of the state
     def frontier(self, n:int, # tokens behind the sinks
         block:int, # N
         lag:int # ℓ
@@ -68,6 +66,7 @@ class Codec:
         start:int, # position of the first
         m:int # how many of them are about to be encoded
     ): "Fit what `encode` is going to need, if it is not there yet"
+    def forget(self, n:int): "The first n tokens behind the sinks were freed: tables that only they needed may go"
     def encode(self, rows:mx.array, # (B, H, m, D) whole blocks
         start:int # position of the first
     )->tuple: # arrays with rows on axis -2, in the order of `names`
@@ -76,10 +75,15 @@ class Codec:
         start:int # position of the first token
     )->mx.array: # (B, H, m, D) float32, in the codec's basis
         raise NotImplementedError
-    def to_basis(self, x): return x
-    def from_basis(self, y): return y
+    def to_basis(self, x:mx.array)->mx.array: return x # (B, H, n, D) rows or queries into the codec's basis
+    def from_basis(self, y:mx.array)->mx.array: return y # (B, H, n, D) rows or outputs back into the model's
+    def round_trip(self, x:mx.array, # (B, H, m, D)
+        start:int=0 # position of the first
+    )->mx.array: # (B, H, m, D) float32, in the model's basis
+        "What is read of rows that were written"
+        return self.from_basis(self.decode(self.encode(x, start), start))
 
-# %% ../../nbs/engine/stream.ipynb #2e6af6a3
+# %% ../../nbs/engine/stream.ipynb #94de5901
 class Stream:
     "One side of a cache: sinks | packed | tail"
     def __init__(self, codec:Codec, # how packed rows are written
@@ -88,7 +92,7 @@ class Stream:
         n_sink:int=0 # n₀, first tokens that stay exact
     ):
         self.codec, self.block, self.lag, self.n_sink = codec, block, lag, n_sink
-        self.sink = self.tail = None # (B, H, ≤n₀, D), (B, H, <N+ℓ, D)
+        self.sink = self.tail = None # (B, H, ≤n₀, D), (B, H, <N+ℓ, D); None before the first row
         self.packed, self.rates = [], [] # Rows, and their rows per token as (rows, tokens)
         self.done = self.dropped = 0 # packed tokens, and how many of them were freed at the front
 
@@ -99,22 +103,20 @@ def frontier(self:Stream, n:int # tokens behind the sinks
     "Packed tokens, a function of the token count alone"
     return self.codec.frontier(n, self.block, self.lag)
 
-# %% ../../nbs/engine/stream.ipynb #18273fa1
+# %% ../../nbs/engine/stream.ipynb #1dd6dfac
 def _join(parts):
-    "Concatenate along tokens what is there"
-    parts = [p for p in parts if p is not None and p.shape[-2]]
-    return parts[0] if len(parts)==1 else mx.concatenate(parts, axis=-2) if parts else None
+    "Concatenate along tokens what is there; at least one part is an array"
+    parts = [p for p in parts if p is not None]
+    full = [p for p in parts if p.shape[-2]] or parts[:1]
+    return full[0] if len(full)==1 else mx.concatenate(full, axis=-2)
 
-# %% ../../nbs/engine/stream.ipynb #cdf34d6a
+# %% ../../nbs/engine/stream.ipynb #ee8ee5a3
 @patch
 def append(self:Stream, rows:mx.array): # (B, H, L, D)
     "Store the next tokens"
-    room = self.n_sink-(self.sink.shape[-2] if self.sink is not None else 0)
-    if room>0:
-        self.sink = mx.contiguous(_join([self.sink, rows[..., :room, :]]))
-        rows = rows[..., room:, :]
-        if not rows.shape[-2]: return
-    tail = _join([self.tail, rows])
+    room = 0 if self.dropped else self.n_sink-(self.sink.shape[-2] if self.sink is not None else 0)
+    if room>0: self.sink = mx.contiguous(_join([self.sink, rows[..., :room, :]]))
+    tail = _join([self.tail, rows[..., max(room, 0):, :]])
     new = max(0, self.frontier(self.done+tail.shape[-2])-self.done)
     if new: self._pack(tail[..., :new, :], tail)
     self.tail = mx.contiguous(tail[..., new:, :])
@@ -139,16 +141,17 @@ def first(self:Stream)->int:
     "Position of the first stored row"
     return self.n_sink+self.dropped if self.dropped else 0
 
-# %% ../../nbs/engine/stream.ipynb #af3148c0
+# %% ../../nbs/engine/stream.ipynb #a725026e
 @patch
 def read(self:Stream, lo:int, # first position, not before `first`
     hi:int # one behind the last position
 )->mx.array: # (B, H, hi-lo, D) float32, in the codec's basis
     "Rows of positions lo to hi"
-    n0, exact = self.n_sink, lambda x,a,b: self.codec.to_basis(x[..., a:b, :].astype(mx.float32)) if x is not None and b>a else None
-    a, b = max(lo-n0, 0), min(hi-n0, self.done)
-    return _join([exact(self.sink, lo, min(hi, n0)), self._decode(a, b) if b>a else None,
-        exact(self.tail, max(lo-n0-self.done, 0), hi-n0-self.done)])
+    def exact(x, a, b): return None if x is None or b<=a else self.codec.to_basis(x[..., a:b, :].astype(mx.float32))
+    n0, done = self.n_sink, self.done
+    a, b = max(lo-n0, 0), min(hi-n0, done)
+    parts = [exact(self.sink, lo, min(hi, n0)), self._decode(a, b) if b>a else None, exact(self.tail, max(lo-n0-done, 0), hi-n0-done)]
+    return _join(parts) if any(p is not None for p in parts) else self.tail[..., :0, :].astype(mx.float32)
 
 # %% ../../nbs/engine/stream.ipynb #b2805e7e
 @patch
@@ -160,24 +163,25 @@ def _decode(self:Stream, a, b):
     rows = self.codec.decode(arrays, self.n_sink+lo)
     return rows if (lo, hi)==(a, b) else rows[..., a-lo:b-lo, :]
 
-# %% ../../nbs/engine/stream.ipynb #169666e9
+# %% ../../nbs/engine/stream.ipynb #639ad4ed
 @patch
 def trim(self:Stream, n:int, # tokens to keep, counted from the start of the sequence
     dtype:mx.Dtype # of exact rows
 ):
     "Forget all tokens from position n on"
+    if self.tail is None: return
     n0 = self.n_sink
-    if n<n0 and self.sink is not None: self.sink = self.sink[..., :n, :]
+    if n<n0 and self.sink is not None: self.sink = mx.contiguous(self.sink[..., :n, :])
     keep = max(n-n0, 0)
     if keep>=self.done:
-        if self.tail is not None: self.tail = self.tail[..., :keep-self.done, :]
+        self.tail = mx.contiguous(self.tail[..., :keep-self.done, :])
         return
     border = keep if all(q==1 for _,q in self.rates) else keep//self.block*self.block
-    self.tail = self.codec.from_basis(self._decode(border, keep)).astype(dtype) if border<keep else None
+    self.tail = cast_finite(self.codec.from_basis(self._decode(border, keep)), dtype) if border<keep else self.tail[..., :0, :]
     for o,(p,q) in zip(self.packed, self.rates): o.cut(0, (border-self.dropped)*p//q)
     self.done = border
 
-# %% ../../nbs/engine/stream.ipynb #2618ebfb
+# %% ../../nbs/engine/stream.ipynb #8dbb9f19
 @patch
 def drop(self:Stream, first:int): # oldest position that is still needed
     "Free packed tokens before `first`"
@@ -186,6 +190,7 @@ def drop(self:Stream, first:int): # oldest position that is still needed
     if new<=self.dropped: return
     for o,(p,q) in zip(self.packed, self.rates): o.cut((new-self.dropped)*p//q, o.n)
     self.dropped, self.sink = new, None
+    self.codec.forget(new)
 
 # %% ../../nbs/engine/stream.ipynb #367cd1c3
 @patch
@@ -196,7 +201,7 @@ def arrays(self:Stream)->list: # of arrays, the same number whatever is stored
     tables = list(self.codec.tables)
     return [none if self.sink is None else self.sink, none if self.tail is None else self.tail, *packed, *tables]
 
-# %% ../../nbs/engine/stream.ipynb #d8028b5e
+# %% ../../nbs/engine/stream.ipynb #da153b5a
 @patch
 def restore(self:Stream, arrays:list, # from `arrays`
     done:int, # packed tokens
@@ -208,6 +213,7 @@ def restore(self:Stream, arrays:list, # from `arrays`
     n = len(self.codec.names)
     packed, tables = arrays[2:2+n], arrays[2+n:]
     self.done, self.dropped, self.codec.tables = done, dropped, tuple(tables)
+    if dropped: self.codec.forget(dropped)
     if done-dropped:
         m = done-dropped
         self.rates = [(a.shape[-2]//math.gcd(a.shape[-2], m), m//math.gcd(a.shape[-2], m)) for a in packed]

@@ -145,24 +145,24 @@ class ComparisonReport(list):
         return MarkdownTable('\n'.join('| '+' | '.join(l)+' |' for l in lines))
     def _repr_markdown_(self): return f'{self.markdown()}\n\n{self.note()}'
 
-# %% ../../nbs/evaluate/compare.ipynb #b146612b
+# %% ../../nbs/evaluate/compare.ipynb #b8c2764d
 @patch
 def cells(self:ComparisonReport, r:Comparison)->tuple: # one text per column
     "A row of the table in words"
     needle = {True: 'found', False: 'lost', None: '–'}[r.needle]
     shares = ['–' if n is None else f'{n/r.fp16:.1%}' for n in (r.held, r.used, r.formula)]
-    step = '–' if r.step_ratio is None else f'{r.step_ratio:.2f} x'
-    return r.name, f'{r.nll:.3f}', f'{r.nll_change:+.3f}', needle, size_text(r.held), f'{r.ratio:.2f} x', *shares, step
+    step = '–' if r.step_ratio is None else f'{r.step_ratio:.2f}'
+    return r.name, f'{r.nll:.3f}', f'{r.nll_change:+.3f}', needle, size_text(r.held), f'{r.ratio:.2f}', *shares, step
 
-# %% ../../nbs/evaluate/compare.ipynb #d347683f
+# %% ../../nbs/evaluate/compare.ipynb #99d1f97e
 @patch
 def note(self:ComparisonReport)->str:
     "How the rows were measured, in words"
     s = self.setting
     text = f"NLL in nats a token: {s['tokens']:,} tokens of text, the first {s['prefill']:,} in one call, the others {s['chunk']} at a time."
-    text += f" Ratio and shares are against float16 keys and values, {size_text(self[0].fp16)}: held counts all arrays, used leaves out slack, formula is the method's own."
+    text += f" Ratio and shares are against float16 keys and values, {size_text(self[0].fp16)}; held counts all arrays, used leaves out slack, formula is the method's own."
     if s['computes_in']!=s['exact_rows']: text += f" The model computes in {s['computes_in']}: the plain cache holds that, compressed caches keep exact rows in {s['exact_rows']}."
-    if s['speed_context']: text += f" Step: the median of {s['steps']} at {s['speed_context']:,} tokens, against the plain cache in turns."
+    if s['speed_context']: text += f" Step: the median of {s['steps']} at {s['speed_context']:,} tokens; the plain cache's, measured in turns, is 1."
     return text
 
 # %% ../../nbs/evaluate/compare.ipynb #a0864726

@@ -35,9 +35,10 @@ class KIVICache(QuantizedCache):
     "Per-channel keys in blocks, per-token values, exact newest tokens"
     bit_field, bit_widths = 'bit_width_inlier', range(1, 9)
 
-# %% ../../nbs/methods/kivi.ipynb #d9cdbed7
+# %% ../../nbs/methods/kivi.ipynb #7169b671
 @patch(cls_method=True)
-def check_config(cls:KIVICache, config):
+def check_config(cls:KIVICache, config): # a `KVCacheConfig` or `LayerConfig`
+    "A key block holds whole groups"
     R, g = config.residual_length, config.kivi_group_size
     if R<1 or R%g: raise QuantizerConfigError(f"residual_length must be a positive multiple of kivi_group_size, {g} (got {R})")
 
@@ -48,13 +49,13 @@ def streams(self:KIVICache, key_dim:int, value_dim:int)->tuple:
     b, g, R = self.config.bit_width_inlier, self.config.kivi_group_size, self.config.residual_length
     return Stream(PerChannel(b, g, key_dim), block=R), Stream(PerToken(b, g, value_dim), lag=R)
 
-# %% ../../nbs/methods/kivi.ipynb #dbac948e
+# %% ../../nbs/methods/kivi.ipynb #b0d6b781
 @patch
 def formula_nbytes(self:KIVICache, T:int)->float:
     "Codes, scales and tails of T tokens"
     B, H, D, D_v = self.shape
     b, g, R = self.config.bit_width_inlier, self.config.kivi_group_size, self.config.residual_length
-    exact = (self.config.dtype or self.source_dtype).size
+    exact = self.exact_itemsize
     k, v = R*(T//R), max(0, T-R)
     keys = k*(4*n_words(D, b)+4*D/g)+exact*D*(T-k)
     values = v*(4*n_words(D_v, b)+4*math.ceil(D_v/g))+exact*D_v*(T-v)

@@ -11,8 +11,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/turboquant_rvq.html.md"""
 # %% auto #0
 __all__ = ['SPLITS', 'stage_books', 'RVQCodec', 'plane_table', 'SplitCodec', 'TurboQuantRVQOptions', 'TurboQuantRVQCache']
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #77be07f3
-import functools, math, warnings
+# %% ../../nbs/methods/turboquant_rvq.ipynb #6e0b3f3e
+import functools, math
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,7 @@ from ..core.fields import *
 from ..engine.quantized import *
 from ..engine.registry import *
 from ..engine.stream import *
-from ..ops.affine import FP16_MAX
+from ..ops.cast import *
 from ..ops.codebook import *
 from ..ops.packing import *
 from ..ops.rotation import *
@@ -53,7 +53,7 @@ class RVQCodec(Codec):
     def to_basis(self, x): return x@rotation(self.dim, self.seed).T
     def from_basis(self, y): return y@rotation(self.dim, self.seed)
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #1779725c
+# %% ../../nbs/methods/turboquant_rvq.ipynb #84dc004f
 @patch
 def encode(self:RVQCodec, rows, start)->tuple:
     "Planes (B, H, m, ⌈D b/32⌉) and scale (B, H, m, 1)"
@@ -61,7 +61,7 @@ def encode(self:RVQCodec, rows, start)->tuple:
     norm = mx.linalg.norm(x, axis=-1, keepdims=True)
     y = self.to_basis(x)*(self.dim**.5/mx.where(norm>0, norm, 1))
     n = mx.where(norm>0, nearest_level(y, self.levels), 0)
-    scale = mx.minimum(norm/mx.linalg.norm(mx.take(self.levels, n), axis=-1, keepdims=True), FP16_MAX).astype(mx.float16)
+    scale = cast_finite(norm/mx.linalg.norm(mx.take(self.levels, n), axis=-1, keepdims=True))
     b1, b2 = self.widths
     planes = [pack_codes(n>>b2, b1)]+([pack_codes(n&(2**b2-1), b2)] if b2 else [])
     return (*planes, scale)
@@ -182,7 +182,7 @@ def streams(self:TurboQuantRVQCache, key_dim:int, value_dim:int)->tuple:
         return SplitCodec(c.bit_width_inlier, c.bit_width_outlier or c.bit_width_inlier, dim, c.n_outlier_channels, self.n_calib, seed)
     return Stream(codec(key_dim, c.seed)), Stream(codec(value_dim, c.seed+1))
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #bb714220
+# %% ../../nbs/methods/turboquant_rvq.ipynb #fe1851ad
 @patch
 def store(self:TurboQuantRVQCache, keys, values):
     super(TurboQuantRVQCache, self).store(keys, values)
@@ -190,14 +190,14 @@ def store(self:TurboQuantRVQCache, keys, values):
     if self.config.enable_outlier_two_stream or not self.offset<n<=T: return
     k = self.dense('k', n) if self.offset else keys[:, :, :n].astype(mx.float32)
     share = (k.mean(axis=2)**2).sum(axis=-1)/mx.maximum((k**2).sum(axis=-1).mean(axis=2), 1e-20)
-    if share.max().item()>.9: warnings.warn("turboquant_rvq: keys are ruled by a constant vector; enable_outlier_two_stream or more bits for such layers", stacklevel=4)
+    if share.max().item()>.9: self._warning = "keys are ruled by a constant vector; enable_outlier_two_stream or more bits for such layers"
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #38e21784
+# %% ../../nbs/methods/turboquant_rvq.ipynb #1d980c36
 @patch
 def formula_nbytes(self:TurboQuantRVQCache, T:int)->float:
     "Planes and scales of T tokens; exact rows while the outlier channels are not chosen yet"
     B, H, D, D_v = self.shape
     k, v = self.keys_stream.codec, self.values_stream.codec
-    if T<k.n_fit: return B*H*T*(D+D_v)*(self.config.dtype or self.source_dtype).size
+    if T<k.n_fit: return B*H*T*(D+D_v)*self.exact_itemsize
     ids = B*H*2*self.config.n_outlier_channels if k.n_fit else 0
     return B*H*T*(k.row_nbytes+v.row_nbytes)+ids
