@@ -125,7 +125,7 @@ def filled(case, x=None, chunks=None, **kw):
     "A cache with all rows of x; attention runs if the method has a use for it"
     x = rows() if x is None else x
     c = case.create(head_dim=x.k.shape[-1], **kw)
-    feed(c, x, chunks, attend=c.needs_queries or case.traits.prompt_end)
+    feed(c, x, chunks, attend=bool(c.needs_queries or case.traits.prompt_end or c.config.sliding_window))
     return c
 
 def step(seed=1, n=1, **kw): return rows(n, seed=seed, **kw)

@@ -173,7 +173,7 @@ def test_a_sliding_window_bounds_the_bytes(case):
     w, x = 64, rows(3000)
     c, sizes = case.create(sliding_window=w), []
     for i in range(0, 3000, 50):
-        feed(c, x[i:i+50], attend=c.needs_queries)
+        feed(c, x[i:i+50])
         sizes.append(c.nbytes)
     assert max(sizes[30:])<=1.15*max(sizes[12:30]) and c.offset==3000
     full = filled(case, x[:1000])

@@ -265,11 +265,11 @@ def __deepcopy__(self:CompressedCache, memo):
     new._handles = new._kept = None
     return new
 
-# %% ../../nbs/engine/base.ipynb #a471b8fa
+# %% ../../nbs/engine/base.ipynb #a10b4cc1
 @patch
 def _copy_value(self:CompressedCache, v, memo):
     "Arrays get a new name for the same data, settings and rope parameters are shared"
-    if isinstance(v, mx.array): return mx.array(v)
+    if isinstance(v, mx.array): return v[...]
     if isinstance(v, (mx.Dtype, int, float, str, bool, type(None), tuple)): return v
     return copy.deepcopy(v, memo)
 

@@ -58,12 +58,12 @@ def methods()->dict: # config name → `Method`, in reference order
     for m in pkgutil.iter_modules(package.__path__): importlib.import_module(f'{package.__name__}.{m.name}')
     return dict(sorted(_methods.items(), key=lambda kv: kv[1].rank))
 
-# %% ../../nbs/engine/registry.ipynb #bd8f7900
+# %% ../../nbs/engine/registry.ipynb #7f81a63e
 def get_method(name:str # config name
 )->Method:
     "The method of that name; an unknown name is a `QuantizerConfigError` that lists the known ones"
-    found = _methods.get(name) or methods().get(name)
-    if found is None: raise QuantizerConfigError(f"method must be one of {', '.join(methods())} (got {name!r})")
+    found = isinstance(name, str) and (_methods.get(name) or methods().get(name))
+    if not found: raise QuantizerConfigError(f"method must be one of {', '.join(methods())} (got {name!r})")
     return found
 
 # %% ../../nbs/engine/registry.ipynb #160293a5

@@ -37,12 +37,12 @@ def append(self:Rows, rows:mx.array): # (..., m, W)
     self.buffer[..., self.n:end, :] = rows
     self.n = end
 
-# %% ../../nbs/engine/stream.ipynb #8674e0a1
+# %% ../../nbs/engine/stream.ipynb #2dd604a8
 @patch
 def rows(self:Rows, lo:int=0, hi:int|None=None)->mx.array: # (..., hi-lo, W)
     "Rows lo to hi, all of them by default; never the buffer's own name, which changes with the next append"
     hi = self.n if hi is None else hi
-    return mx.array(self.buffer) if (lo, hi)==(0, self.buffer.shape[-2]) else self.buffer[..., lo:hi, :]
+    return self.buffer[..., lo:hi, :]
 
 # %% ../../nbs/engine/stream.ipynb #d23fc7bf
 @patch
@@ -50,6 +50,13 @@ def cut(self:Rows, lo:int, hi:int):
     "Keep rows lo to hi only; freeing at the front copies, so that the old buffer can go"
     if lo: self.buffer = mx.contiguous(self.buffer[..., lo:hi, :])
     self.n = hi-lo
+
+# %% ../../nbs/engine/stream.ipynb #3498a49a
+@patch
+def __deepcopy__(self:Rows, memo):
+    new = Rows.__new__(Rows)
+    new.n, new.step, new.buffer = self.n, self.step, self.buffer[...]
+    return new
 
 # %% ../../nbs/engine/stream.ipynb #83e83357
 class Codec:

@@ -79,39 +79,40 @@ def outlier_indices(y:mx.array, # (B, n, C)
     "The 2k most extreme positions of each row"
     return mask_indices(extremes(y, k), 2*k)
 
-# %% ../../nbs/methods/kvquant.ipynb #851b37f7
+# %% ../../nbs/methods/kvquant.ipynb #41dbd023
 class NUQCodec(Codec):
     "Levels fitted per layer, outliers kept apart; subclasses say how numbers are normalised"
     def __init__(self, n_bits:int, fraction:float, n_iters:int, n_fit:int, refit:int):
         self.n_bits, self.fraction, self.n_iters, self.n_fit, self.refit = n_bits, fraction, n_iters, n_fit, refit
         self.tables, self.first_epoch = (), 0 # (epochs, B, …) arrays, and the epoch of the first of them
-    names = ('codes', 'indices', 'rest')
+    names = property(lambda self: ('codes',)+(('indices', 'rest') if self.fraction else ())+self.scale_names)
+    scale_names = ()
 
-# %% ../../nbs/methods/kvquant.ipynb #77edc0f0
+# %% ../../nbs/methods/kvquant.ipynb #8baa4692
 @patch
 def code_rows(self:NUQCodec, x, # (B, n, C) float32
     z, s, # broadcast to x
     levels, decode # (B, 2^b)
-)->tuple: # codes (B, n, C), outlier indices and rests (B, n, 2k)
+)->tuple: # codes (B, n, C) and, if there are any, outlier indices and rests (B, n, 2k)
     "Codes and outliers of whole tokens"
     y, k = (x-z)/s, n_outliers(self.fraction, x.shape[-1])
     codes = mx.stack([nearest_level(row, l) for row,l in zip(y, levels)])
     plain = z+s*mx.stack([mx.take(l, c) for l,c in zip(decode, codes)])
-    indices = outlier_indices(y, k) if k else mx.zeros((*x.shape[:2], 0), mx.int32)
-    rest = mx.take_along_axis(x-plain, indices, axis=-1)
-    return codes, indices.astype(mx.uint16), cast_finite(rest)
+    if not k: return (codes,)
+    indices = outlier_indices(y, k)
+    return codes, indices.astype(mx.uint16), cast_finite(mx.take_along_axis(x-plain, indices, axis=-1))
 
-# %% ../../nbs/methods/kvquant.ipynb #ad8c8bcd
+# %% ../../nbs/methods/kvquant.ipynb #6f25377d
 @patch
 def decode_rows(self:NUQCodec, words, # (B, H, n, W)
-    indices, rest, # (B, n, 2k)
     z, s, # broadcast to (B, H, n, D)
     decode, # (B, 2^b)
-    dim:int # D
+    dim:int, # D
+    *outliers # indices and rests (B, n, 2k), if there are any
 )->mx.array: # (B, H, n, D) float32
     "Inverse of `code_rows`"
     x = z+s*mx.concatenate([lookup_codes(w[None], l, self.n_bits, dim) for w,l in zip(words, decode)])
-    return add_across_heads(x, indices, rest)
+    return add_across_heads(x, *outliers) if outliers else x
 
 # %% ../../nbs/methods/kvquant.ipynb #e854e3c6
 @patch
@@ -185,24 +186,23 @@ def encode(self:NUQKeyCodec, rows, start)->tuple:
         out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers))
     return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
 
-# %% ../../nbs/methods/kvquant.ipynb #751b176d
+# %% ../../nbs/methods/kvquant.ipynb #b2524bc9
 @patch
 def decode(self:NUQKeyCodec, arrays, start)->mx.array:
-    words, indices, rest = arrays
+    words, *outliers = arrays
     H, out = words.shape[1], []
     D = self.tables[0].shape[-1]//H
     for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
         part = slice(a+self.origin-start, b+self.origin-start)
         z, s, _, decode = self.epoch_tables(e)
         z, s = (o.reshape(-1, H, 1, D) for o in (z, s))
-        out.append(self.decode_rows(words[..., part, :], indices[:, part], rest[:, part], z, s, decode, D))
+        out.append(self.decode_rows(words[..., part, :], z, s, decode, D, *(o[:, part] for o in outliers)))
     return apply_rope(mx.concatenate(out, axis=2) if len(out)>1 else out[0], self.rope, start)
 
-# %% ../../nbs/methods/kvquant.ipynb #8c60ad02
+# %% ../../nbs/methods/kvquant.ipynb #ba6c9f0e
 class NUQValueCodec(NUQCodec):
     "Per-token ranges"
-    names = ('codes', 'indices', 'rest', 'scale', 'zero')
-    origin = 0
+    scale_names = ('scale', 'zero')
     def __init__(self, *args, dim:int, origin=0):
         super().__init__(*args)
         self.dim, self.origin = dim, origin
@@ -235,14 +235,14 @@ def encode(self:NUQValueCodec, rows, start)->tuple:
         out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers, s, z))
     return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
 
-# %% ../../nbs/methods/kvquant.ipynb #d45b3a76
+# %% ../../nbs/methods/kvquant.ipynb #e6ffadf7
 @patch
 def decode(self:NUQValueCodec, arrays, start)->mx.array:
-    words, indices, rest, s, z = arrays
+    words, *outliers, s, z = arrays
     out, (z, s) = [], (o[:, None].astype(mx.float32) for o in (z, s))
     for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
         part = slice(a+self.origin-start, b+self.origin-start)
-        out.append(self.decode_rows(words[..., part, :], indices[:, part], rest[:, part], z[..., part, :], s[..., part, :], self.epoch_tables(e)[1], self.dim))
+        out.append(self.decode_rows(words[..., part, :], z[..., part, :], s[..., part, :], self.epoch_tables(e)[1], self.dim, *(o[:, part] for o in outliers)))
     return mx.concatenate(out, axis=2) if len(out)>1 else out[0]
 
 # %% ../../nbs/methods/kvquant.ipynb #6a765c5a
