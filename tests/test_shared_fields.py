@@ -1,5 +1,5 @@
 "The fields that methods share: legal ranges, which ways of setting a field warn, options objects, and lists of widths for the layers of a model."
-import dataclasses, warnings
+import dataclasses, re, warnings
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -57,7 +57,9 @@ LEGAL = dict(
 def test_every_field_has_values_here():
     assert set(BAD)=={f.name for f in dataclasses.fields(CacheSettings)}|{'method'} and set(LEGAL)|{'method'}==set(BAD)
 
-def each(table): return pytest.mark.parametrize('field,value', [pytest.param(k, v, id=f'{k}={v!r}'[:60]) for k,d in table.items() for v in d])
+def each(table):
+    "Named without addresses, which differ between the processes of one run"
+    return pytest.mark.parametrize('field,value', [pytest.param(k, v, id=f'{k}='+re.sub(' object at 0x[0-9a-f]+', '', repr(v))) for k,d in table.items() for v in d])
 
 @each(BAD)
 def test_illegal_value(field, value):

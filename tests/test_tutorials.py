@@ -3,7 +3,6 @@ import json,os,re,shlex,subprocess,sys
 from pathlib import Path
 import pytest
 from typer.main import get_command
-from veloxquant_mlx.cli import app
 
 root = Path(__file__).parent.parent
 tutorials = sorted((root/'nbs/tutorials').glob('*.ipynb'))
@@ -33,6 +32,7 @@ def test_named_files(p):
 @with_front_page
 def test_commands_are_accepted(p):
     "Parsed, not run"
+    from veloxquant_mlx.cli import app
     for block in re.findall(r'^```sh\n(.*?)^```', prose(p), re.M|re.S):
         for line in block.splitlines():
             if not line.startswith('veloxquant '): continue

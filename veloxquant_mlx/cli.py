@@ -36,7 +36,8 @@ from .core.errors import *
 from .core.fields import *
 from .core.settings import CacheSettings
 from .engine.layers import describe
-from .engine.registry import LayerConfig, get_method, methods
+from .engine.layer_config import LayerConfig
+from .engine.registry import get_method, methods
 from .evaluate.compare import *
 from .evaluate.memory import memory_report
 from .evaluate.needle import needle_prompt

@@ -188,4 +188,3 @@ def held(o, seen=None):
     inside = o.items() if isinstance(o, dict) else enumerate(o) if isinstance(o, (list, tuple, set, frozenset)) else vars(o).items() if hasattr(o, '__dict__') else ()
     for _,v in inside: out |= held(v, seen)
     return out
-

@@ -1,5 +1,5 @@
 "What a cache lives through in mlx-lm: generation, files, copies, the server's prompt cache, speculative decoding, long decoding (items 5 and 7)."
-import copy,importlib,subprocess,sys
+import gc, copy,importlib,subprocess,sys
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import LRUPromptCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -202,7 +202,18 @@ def test_speculative_refuses_evicting_caches(method):
 
 # --- memory
 
-def grown(before): return mx.get_active_memory()-before
+def active():
+    "Bytes that are in use, earlier tests' garbage collected"
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+def grown(before): return active()-before
+
+def reuse(caches):
+    "MLX hands out freed buffers that are up to 16 kB larger than the array"
+    return 16_384*sum(len(c.payload()) for c in caches)
 
 @pytest.mark.parametrize('chunk', [1000,256])
 @pytest.mark.parametrize('method', METHODS)
@@ -210,13 +221,14 @@ def test_no_dense_layer_is_held_after_a_prefill(method, chunk):
     "Between calls a process holds the bytes that the caches report, give or take 16 kB an array that MLX may reuse"
     model = tiny('llama_d64')
     caches,text = for_model(model, method), prompt(1000)
-    mx.eval(text); mx.clear_cache()
-    before = mx.get_active_memory()
+    mx.eval(text)
+    before = active()
     for i in range(0, 1000, chunk):
         model(text[:,i:i+chunk], cache=caches)
         mx.eval([c.state for c in caches])
-    dense = 1000*2*64*4 # one side of one layer
-    assert abs(grown(before)-sum(c.nbytes for c in caches)) < dense/4
+    dense = 1000*2*64*4*2*len(caches) # of all layers, both sides
+    assert reuse(caches) < dense/2
+    assert abs(grown(before)-sum(c.nbytes for c in caches)) < reuse(caches)
 
 @pytest.mark.parametrize('method', METHODS)
 def test_long_decode_grows_by_what_is_stored(method):
@@ -224,10 +236,10 @@ def test_long_decode_grows_by_what_is_stored(method):
     model = tiny('llama_d32')
     caches = for_model(model, method)
     run(model, caches, (32,1))
-    before = mx.get_active_memory()-sum(c.nbytes for c in caches)
+    before = active()-sum(c.nbytes for c in caches)
     y = mx.array([[1]])
     for _ in range(1500):
         y = mx.argmax(model(y, cache=caches), axis=-1)
         mx.eval(y)
     assert caches[0].offset == 1533
-    assert abs(grown(before)-sum(c.nbytes for c in caches)) < 16_000
+    assert abs(grown(before)-sum(c.nbytes for c in caches)) < reuse(caches)

@@ -41,14 +41,16 @@ def attention_of(layer # a module of `model.layers`
         m = getattr(layer, name, None)
         if m is not None: return getattr(m, 'attention', m)
 
-# %% ../../nbs/engine/layers.ipynb #d1f73d64
+# %% ../../nbs/engine/layers.ipynb #a8d1d074
 def attention_modules(model, # as returned by `text_model`
-    n_entries:int # length of the cache list
+    caches:list # the model's own cache list
 )->list: # one module or None per entry
     "The attention module behind each cache entry, as far as it is known"
     found = [attention_of(l) for l in getattr(model, 'layers', [])]
-    if len(found)!=n_entries: found = [m for m in found if m is not None]
-    return found if len(found)==n_entries else [None]*n_entries
+    if len(found)==len(caches): return found
+    found, at = [m for m in found if m is not None], [i for i,c in enumerate(caches) if not isinstance(c, ArraysCache)]
+    modules = dict(zip(at, found)) if len(found)==len(at) else {}
+    return [modules.get(i) for i in range(len(caches))]
 
 # %% ../../nbs/engine/layers.ipynb #c81187d7
 @dataclass
@@ -78,13 +80,13 @@ def _reason(cache, attention, known, needs_queries)->str:
     if is_mla(attention) and needs_queries: return 'MLA: scores are not seen whole, and the method needs its queries'
     return ''
 
-# %% ../../nbs/engine/layers.ipynb #8317ddc0
+# %% ../../nbs/engine/layers.ipynb #156b0fa7
 def cache_slots(model, # as returned by `text_model`
     needs_queries:bool=False # the method cannot do without real queries
 )->tuple: # the cache list and its slots
     "The model's own cache list, and what of it can be replaced"
     caches = stock_caches(model)
-    modules = attention_modules(model, len(caches))
+    modules = attention_modules(model, caches)
     known = any(m is not None for m in modules)
     slots = []
     for i,(c,module) in enumerate(zip(caches, modules)):

@@ -208,7 +208,7 @@ def arrays(self:Stream)->list: # of arrays, the same number whatever is stored
     tables = list(self.codec.tables)
     return [none if self.sink is None else self.sink, none if self.tail is None else self.tail, *packed, *tables]
 
-# %% ../../nbs/engine/stream.ipynb #da153b5a
+# %% ../../nbs/engine/stream.ipynb #fc6144ef
 @patch
 def restore(self:Stream, arrays:list, # from `arrays`
     done:int, # packed tokens
@@ -219,8 +219,8 @@ def restore(self:Stream, arrays:list, # from `arrays`
     self.sink, self.tail = some(arrays[0]), some(arrays[1])
     n = len(self.codec.names)
     packed, tables = arrays[2:2+n], arrays[2+n:]
+    if dropped: self.codec.forget(dropped) # before the tables, which are those that are left
     self.done, self.dropped, self.codec.tables = done, dropped, tuple(tables)
-    if dropped: self.codec.forget(dropped)
     if done-dropped:
         m = done-dropped
         self.rates = [(a.shape[-2]//math.gcd(a.shape[-2], m), m//math.gcd(a.shape[-2], m)) for a in packed]

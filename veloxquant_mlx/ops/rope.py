@@ -9,8 +9,7 @@ Docs: https://example.github.io/veloxquant_mlx/ops/rope.html.md"""
 # %% auto #0
 __all__ = ['RopeParams', 'rope_params', 'apply_rope', 'invert_rope']
 
-# %% ../../nbs/ops/rope.ipynb #a0e60e12
-import functools
+# %% ../../nbs/ops/rope.ipynb #e8ca7114
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
@@ -46,8 +45,7 @@ def rotate(self:RopeParams, x:mx.array, # (B, H, L, D) float32
     freqs = None if self.freqs is None else mx.array(self.freqs, mx.float32)
     return mx.fast.rope(x, self.dims, traditional=self.traditional, base=self.base, scale=sign*self.scale, offset=offset, freqs=freqs)
 
-# %% ../../nbs/ops/rope.ipynb #c2c7359b
-@functools.lru_cache(maxsize=1)
+# %% ../../nbs/ops/rope.ipynb #7b4505df
 def _turns(rope, offset, n)->tuple: # cosines and signed sines (n, dims) float32
     half, pair = rope.dims//2, (lambda a,b: mx.stack([a,b], axis=-1).reshape(*a.shape[:-1], -1)) if rope.traditional else (lambda a,b: mx.concatenate([a,b], axis=-1))
     unit = mx.broadcast_to(pair(mx.ones((half,)), mx.zeros((half,))), (1,1,n,rope.dims))
