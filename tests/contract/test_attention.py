@@ -156,6 +156,21 @@ def test_every_attention_of_a_call_sees_the_same(case):
     out = [mx.fast.scaled_dot_product_attention(y.q, *o, scale=SCALE) for o in (handles, handles, c.keys_and_values())]
     assert mx.array_equal(out[0], out[1]) and mx.array_equal(out[0], out[2])
 
+# --- the hook is needed
+
+@few
+def test_a_bypassed_hook_is_an_error(case):
+    "Of methods that need queries, and of windows, which hand-written attention would not know: at the next call, changing nothing"
+    for kw in {}, *([] if case.traits.evicts else [dict(sliding_window=64)]):
+        c, x = case.create(**kw), rows(60)
+        if case.traits.prompt_end: c.expect_prompt(60)
+        c.update_and_fetch(x.k, x.v)
+        before = stored(c)
+        if not c.needs_queries and not kw: c.update_and_fetch(x.k, x.v)
+        else:
+            with pytest.raises(RuntimeError, match='attention hook bypassed') as e: c.update_and_fetch(x.k, x.v)
+            assert stored(c)==before and c.offset==60 and '\n' not in str(e.value)
+
 # --- sliding windows
 
 @keeps

@@ -150,11 +150,12 @@ def forget(self:NUQCodec, n:int):
     first = n//self.refit if self.refit else 0
     self.tables, self.first_epoch = tuple(t[first-self.first_epoch:] for t in self.tables), first
 
-# %% ../../nbs/methods/kvquant.ipynb #f138a4d9
+# %% ../../nbs/methods/kvquant.ipynb #4a5b50ae
 @patch
 def _fit_tables(self:NUQCodec, x, z, s)->tuple: # levels for coding and decoding, (B, 2^b) float32 each
     "Levels of each batch row for calibration numbers x with their z and s"
-    y, w = (np.array(mx.broadcast_to(o, x.shape).reshape(x.shape[0], -1)) for o in ((x-z)/s, s*s))
+    weight = (s/s.max())**2 # only ratios matter
+    y, w = (np.array(mx.broadcast_to(o, x.shape).reshape(x.shape[0], -1)) for o in ((x-z)/s, weight))
     both = [fit_nuq(a, b, self.n_bits, self.n_iters) for a,b in zip(y, w)]
     return tuple(mx.array(np.stack(o)) for o in zip(*both))
 
