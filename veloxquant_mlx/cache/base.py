@@ -43,7 +43,7 @@ def own_fields(options:type # an options dataclass
     "Fields that the class itself declares"
     return [f for f in dataclasses.fields(options) if f.name in options.__annotations__]
 
-# %% ../../nbs/cache/base.ipynb #87752ee4
+# %% ../../nbs/cache/base.ipynb #a271ff9f
 class _Config:
     "Configuration of a cache: the method, shared settings, and every method's options"
     def __post_init__(self):
@@ -51,7 +51,11 @@ class _Config:
         if self.options is not None:
             if type(self.options) is not m.options: raise QuantizerConfigError(f"options must be a {m.options.__name__} for {self.method} (got {type(self.options).__name__})")
             for f in dataclasses.fields(self.options): setattr(self, f.name, getattr(self.options, f.name))
+        known = {f.name for f in dataclasses.fields(self)}
+        if self.options is None and not known.issuperset(f.name for f in dataclasses.fields(m.options)):
+            raise QuantizerConfigError(f"options must be a {m.options.__name__} for {self.method}, which was registered after this class was made (got None)")
         for cls in (CacheSettings, *(o.options for o in methods().values())):
+            if cls is not m.options and not known.issuperset(f.name for f in dataclasses.fields(cls)): continue
             values = {f.name: getattr(self, f.name) for f in dataclasses.fields(cls)}
             if cls in (CacheSettings, m.options) or any(values[f.name] is not f.default for f in dataclasses.fields(cls)): vars(self).update(vars(cls(**values)))
         check_widths(m, self.bit_width_inlier)

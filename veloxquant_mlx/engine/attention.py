@@ -79,7 +79,7 @@ def merge_parts(parts:list, # of (output, log-sum-exp) from `attend_part`
     weights = mx.exp(lses-mx.where(mx.isinf(top), 0, top))
     return sum(w*o for w,o in zip(weights, outs))/mx.maximum(weights.sum(axis=0), 1e-30)
 
-# %% ../../nbs/engine/attention.ipynb #7c128b7f
+# %% ../../nbs/engine/attention.ipynb #6b155917
 def attend_tiles(queries:mx.array, # (B, H_q, L, D)
     tiles, # iterator of (keys, values), in token order
     scale:float, # of the scores
@@ -94,5 +94,6 @@ def attend_tiles(queries:mx.array, # (B, H_q, L, D)
     for k,v in tiles:
         end = at+k.shape[2]
         parts.append(attend_part(queries, k, v, scale, None if mask is None else mask[..., at:end]))
+        mx.eval(parts[-1]) # else the tiles of a lazy graph may all exist at once
         at = end
     return merge_parts(parts, sinks)

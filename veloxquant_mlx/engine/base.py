@@ -104,14 +104,14 @@ def layer_fields(cls:CompressedCache, width:int # an element of a per-layer list
     "What one element of a per-layer list of widths replaces"
     return {cls.bit_field: width}
 
-# %% ../../nbs/engine/base.ipynb #836c2c6d
+# %% ../../nbs/engine/base.ipynb #ccdbe623
 @patch
 def details(self:CompressedCache)->str:
     "Head dimension, code width and options that differ from their defaults, in a line"
     c, shown = self.config, ('head_dim', 'bit_width_inlier', self.bit_field)
     width = [f"{getattr(c, self.bit_field)} bits"] if self.bit_field else []
     dim = [f"head_dim {c.head_dim}"] if self.head_dim_known or self.shape else []
-    return ', '.join([*dim, *width, *(f"{k}={v}" for k,v in changed_fields(c).items() if k not in shown)])
+    return ', '.join([*dim, *width, *(f"{k}={plain_value(v)}" for k,v in changed_fields(c).items() if k not in shown)])
 
 # %% ../../nbs/engine/base.ipynb #158b69b0
 @patch

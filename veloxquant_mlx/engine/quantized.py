@@ -116,13 +116,13 @@ def payload(self:QuantizedCache)->list:
     if self.keys_stream is None: return []
     return self.keys_stream.arrays()+self.values_stream.arrays()
 
-# %% ../../nbs/engine/quantized.ipynb #4a745b07
+# %% ../../nbs/engine/quantized.ipynb #3ff4e4c7
 @patch
 def counts(self:QuantizedCache)->list:
     "Frontiers, freed tokens and the number of arrays of the key side"
     if self.keys_stream is None: return []
     k, v = self.keys_stream, self.values_stream
-    return [k.done, k.dropped, v.done, v.dropped, len(k.arrays())]
+    return [k.n_packed, k.dropped, v.n_packed, v.dropped, len(k.arrays())]
 
 # %% ../../nbs/engine/quantized.ipynb #74e4f692
 @patch

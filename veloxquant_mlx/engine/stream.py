@@ -90,7 +90,7 @@ class Codec:
         "What is read of rows that were written"
         return self.from_basis(self.decode(self.encode(x, start), start))
 
-# %% ../../nbs/engine/stream.ipynb #94de5901
+# %% ../../nbs/engine/stream.ipynb #356b4e67
 class Stream:
     "One side of a cache: sinks | packed | tail"
     def __init__(self, codec:Codec, # how packed rows are written
@@ -101,7 +101,7 @@ class Stream:
         self.codec, self.block, self.lag, self.n_sink = codec, block, lag, n_sink
         self.sink = self.tail = None # (B, H, ≤n₀, D), (B, H, <N+ℓ, D); None before the first row
         self.packed, self.rates = [], [] # Rows, and their rows per token as (rows, tokens)
-        self.done = self.dropped = 0 # packed tokens, and how many of them were freed at the front
+        self.n_packed = self.dropped = 0 # packed tokens, and how many of them were freed at the front
 
 # %% ../../nbs/engine/stream.ipynb #3e46384f
 @patch
@@ -117,22 +117,22 @@ def _join(parts):
     full = [p for p in parts if p.shape[-2]] or parts[:1]
     return full[0] if len(full)==1 else mx.concatenate(full, axis=-2)
 
-# %% ../../nbs/engine/stream.ipynb #ee8ee5a3
+# %% ../../nbs/engine/stream.ipynb #1f128922
 @patch
 def append(self:Stream, rows:mx.array): # (B, H, L, D)
     "Store the next tokens"
     room = 0 if self.dropped else self.n_sink-(self.sink.shape[-2] if self.sink is not None else 0)
     if room>0: self.sink = mx.contiguous(_join([self.sink, rows[..., :room, :]]))
     tail = _join([self.tail, rows[..., max(room, 0):, :]])
-    new = max(0, self.frontier(self.done+tail.shape[-2])-self.done)
+    new = max(0, self.frontier(self.n_packed+tail.shape[-2])-self.n_packed)
     if new: self._pack(tail[..., :new, :], tail)
     self.tail = mx.contiguous(tail[..., new:, :])
 
-# %% ../../nbs/engine/stream.ipynb #f83c4a9d
+# %% ../../nbs/engine/stream.ipynb #10ca05ae
 @patch
 def _pack(self:Stream, rows, tail):
     "Encode rows at the frontier"
-    start, m = self.n_sink+self.done, rows.shape[-2]
+    start, m = self.n_sink+self.n_packed, rows.shape[-2]
     self.codec.fit(tail, start, m)
     arrays = self.codec.encode(rows, start)
     if not self.packed:
@@ -140,7 +140,7 @@ def _pack(self:Stream, rows, tail):
         self.packed = [Rows(a, 256*p//q) for a,(p,q) in zip(arrays, self.rates)]
     else:
         for o,a in zip(self.packed, arrays): o.append(a)
-    self.done += m
+    self.n_packed += m
 
 # %% ../../nbs/engine/stream.ipynb #6b494742
 @patch(as_prop=True)
@@ -148,29 +148,29 @@ def first(self:Stream)->int:
     "Position of the first stored row"
     return self.n_sink+self.dropped if self.dropped else 0
 
-# %% ../../nbs/engine/stream.ipynb #a725026e
+# %% ../../nbs/engine/stream.ipynb #37c06f2d
 @patch
 def read(self:Stream, lo:int, # first position, not before `first`
     hi:int # one behind the last position
 )->mx.array: # (B, H, hi-lo, D) float32, in the codec's basis
     "Rows of positions lo to hi"
     def exact(x, a, b): return None if x is None or b<=a else self.codec.to_basis(x[..., a:b, :].astype(mx.float32))
-    n0, done = self.n_sink, self.done
+    n0, done = self.n_sink, self.n_packed
     a, b = max(lo-n0, 0), min(hi-n0, done)
     parts = [exact(self.sink, lo, min(hi, n0)), self._decode(a, b) if b>a else None, exact(self.tail, max(lo-n0-done, 0), hi-n0-done)]
     return _join(parts) if any(p is not None for p in parts) else self.tail[..., :0, :].astype(mx.float32)
 
-# %% ../../nbs/engine/stream.ipynb #b2805e7e
+# %% ../../nbs/engine/stream.ipynb #2798f6ae
 @patch
 def _decode(self:Stream, a, b):
     "Packed tokens a to b, counted behind the sinks"
     unit = 1 if all(q==1 for _,q in self.rates) else self.block
-    lo, hi = a//unit*unit, min(-(-b//unit)*unit, self.done)
+    lo, hi = a//unit*unit, min(-(-b//unit)*unit, self.n_packed)
     arrays = tuple(o.rows((lo-self.dropped)*p//q, -(-(hi-self.dropped)*p//q)) for o,(p,q) in zip(self.packed, self.rates))
     rows = self.codec.decode(arrays, self.n_sink+lo)
     return rows if (lo, hi)==(a, b) else rows[..., a-lo:b-lo, :]
 
-# %% ../../nbs/engine/stream.ipynb #639ad4ed
+# %% ../../nbs/engine/stream.ipynb #0145be57
 @patch
 def trim(self:Stream, n:int, # tokens to keep, counted from the start of the sequence
     dtype:mx.Dtype # of exact rows
@@ -180,20 +180,20 @@ def trim(self:Stream, n:int, # tokens to keep, counted from the start of the seq
     n0 = self.n_sink
     if n<n0 and self.sink is not None: self.sink = mx.contiguous(self.sink[..., :n, :])
     keep = max(n-n0, 0)
-    if keep>=self.done:
-        self.tail = mx.contiguous(self.tail[..., :keep-self.done, :])
+    if keep>=self.n_packed:
+        self.tail = mx.contiguous(self.tail[..., :keep-self.n_packed, :])
         return
     border = keep if all(q==1 for _,q in self.rates) else keep//self.block*self.block
     self.tail = cast_finite(self.codec.from_basis(self._decode(border, keep)), dtype) if border<keep else self.tail[..., :0, :]
     for o,(p,q) in zip(self.packed, self.rates): o.cut(0, (border-self.dropped)*p//q)
-    self.done = border
+    self.n_packed = border
 
-# %% ../../nbs/engine/stream.ipynb #8dbb9f19
+# %% ../../nbs/engine/stream.ipynb #f1597c3e
 @patch
 def drop(self:Stream, first:int): # oldest position that is still needed
     "Free packed tokens before `first`"
     unit = self.block*math.ceil(256/self.block)
-    new = min((first-self.n_sink)//unit*unit, self.done//unit*unit)
+    new = min((first-self.n_sink)//unit*unit, self.n_packed//unit*unit)
     if new<=self.dropped: return
     for o,(p,q) in zip(self.packed, self.rates): o.cut((new-self.dropped)*p//q, o.n)
     self.dropped, self.sink = new, None
@@ -208,10 +208,10 @@ def arrays(self:Stream)->list: # of arrays, the same number whatever is stored
     tables = list(self.codec.tables)
     return [none if self.sink is None else self.sink, none if self.tail is None else self.tail, *packed, *tables]
 
-# %% ../../nbs/engine/stream.ipynb #fc6144ef
+# %% ../../nbs/engine/stream.ipynb #2df41c41
 @patch
 def restore(self:Stream, arrays:list, # from `arrays`
-    done:int, # packed tokens
+    n_packed:int, # packed tokens
     dropped:int # freed tokens
 ):
     "Take over what `arrays` gave"
@@ -220,9 +220,9 @@ def restore(self:Stream, arrays:list, # from `arrays`
     n = len(self.codec.names)
     packed, tables = arrays[2:2+n], arrays[2+n:]
     if dropped: self.codec.forget(dropped) # before the tables, which are those that are left
-    self.done, self.dropped, self.codec.tables = done, dropped, tuple(tables)
-    if done-dropped:
-        m = done-dropped
+    self.n_packed, self.dropped, self.codec.tables = n_packed, dropped, tuple(tables)
+    if n_packed-dropped:
+        m = n_packed-dropped
         self.rates = [(a.shape[-2]//math.gcd(a.shape[-2], m), m//math.gcd(a.shape[-2], m)) for a in packed]
         self.packed = [Rows(a, 256*p//q) for a,(p,q) in zip(packed, self.rates)]
 
