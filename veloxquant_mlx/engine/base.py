@@ -208,6 +208,15 @@ def make_mask(self:CompressedCache, N:int, return_array:bool=False, window_size:
     "None, 'causal' or a bool array over logical columns"
     return create_attention_mask(N, self.offset, return_array, window_size)
 
+# %% ../../nbs/engine/base.ipynb #2e5554c0
+@patch(as_prop=True)
+def left_padding(self:CompressedCache): return None
+
+# %% ../../nbs/engine/base.ipynb #8dd84789
+@patch(set_prop=True)
+def left_padding(self:CompressedCache, n):
+    if n is not None: raise ValueError(f"left_padding must be None for {self.method}: give each row of a batch a cache of its own (got {n})")
+
 # %% ../../nbs/engine/base.ipynb #fbcf0253
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 LAYER_FACTS = ('layer', 'rope_unknown', 'keep_live', 'head_dim_known', 'model')
