@@ -43,17 +43,15 @@ def own_fields(options:type # an options dataclass
     "Fields that the class itself declares"
     return [f for f in dataclasses.fields(options) if f.name in options.__annotations__]
 
-# %% ../../nbs/cache/base.ipynb #a271ff9f
+# %% ../../nbs/cache/base.ipynb #cc5a3f40
 class _Config:
     "Configuration of a cache: the method, shared settings, and every method's options"
     def __post_init__(self):
-        m = get_method(self.method)
+        m, known = get_method(self.method), {f.name for f in dataclasses.fields(self)}
+        if self.options is None and not known.issuperset(f.name for f in dataclasses.fields(m.options)): self.options = m.options()
         if self.options is not None:
             if type(self.options) is not m.options: raise QuantizerConfigError(f"options must be a {m.options.__name__} for {self.method} (got {type(self.options).__name__})")
             for f in dataclasses.fields(self.options): setattr(self, f.name, getattr(self.options, f.name))
-        known = {f.name for f in dataclasses.fields(self)}
-        if self.options is None and not known.issuperset(f.name for f in dataclasses.fields(m.options)):
-            raise QuantizerConfigError(f"options must be a {m.options.__name__} for {self.method}, which was registered after this class was made (got None)")
         for cls in (CacheSettings, *(o.options for o in methods().values())):
             if cls is not m.options and not known.issuperset(f.name for f in dataclasses.fields(cls)): continue
             values = {f.name: getattr(self, f.name) for f in dataclasses.fields(cls)}

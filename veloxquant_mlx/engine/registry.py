@@ -9,11 +9,13 @@ Docs: https://example.github.io/veloxquant_mlx/engine/registry.html.md"""
 # %% auto #0
 __all__ = ['FAMILIES', 'Method', 'register', 'methods', 'get_method', 'unregister']
 
-# %% ../../nbs/engine/registry.ipynb #36960842
-import importlib, pkgutil
+# %% ../../nbs/engine/registry.ipynb #14991f70
+import dataclasses, importlib, pkgutil
 from dataclasses import dataclass
 import mlx_lm.models.cache
 from ..core.errors import *
+from ..core.fields import *
+from ..core.settings import *
 
 # %% ../../nbs/engine/registry.ipynb #4da5d14c
 @dataclass(frozen=True)
@@ -31,7 +33,19 @@ class Method:
 FAMILIES = ('quantize', 'low_rank', 'cross_layer', 'evict', 'hybrid')
 _methods:dict = {}
 
-# %% ../../nbs/engine/registry.ipynb #1b412da8
+# %% ../../nbs/engine/registry.ipynb #57decc81
+def _check_options(name, options, bit_field):
+    "Raise `ValueError` unless an options class can join the configuration"
+    own = [f for f in dataclasses.fields(options)] if issubclass(options, Options) and '__dataclass_fields__' in vars(options) else None
+    if own is None: raise ValueError(f"{name}: options must be a dataclass that derives from Options (got {options.__name__})")
+    shared = {f.name for f in dataclasses.fields(CacheSettings)}
+    taken = {f.name: m.name for m in _methods.values() if m.name!=name and not issubclass(options, m.options) and not issubclass(m.options, options) for f in dataclasses.fields(m.options)}
+    for f in own:
+        if not f.metadata: raise ValueError(f"{name}: declare {f.name} with opt(default, doc)")
+        if f.name in shared or f.name in taken: raise ValueError(f"{name}: {f.name} is a field of {taken.get(f.name, 'all methods')} already")
+    if bit_field and bit_field not in shared|{f.name for f in own}: raise ValueError(f"{name}: bit_field must be a field of the configuration (got {bit_field!r})")
+
+# %% ../../nbs/engine/registry.ipynb #b0329a8f
 def register(name:str, # config name
     *, family:str, # one of `FAMILIES`
     paper:str, # source
@@ -43,6 +57,7 @@ def register(name:str, # config name
     if family not in FAMILIES: raise ValueError(f"family must be one of {FAMILIES} (got {family!r})")
     def add(cls):
         old = _methods.get(name)
+        _check_options(name, options, getattr(cls, 'bit_field', None))
         if old and old.cache_class.__qualname__!=cls.__qualname__: raise ValueError(f"method {name!r} is taken by {old.cache_class.__qualname__}")
         cls.method = name
         if old and old.cache_class.__module__=='__main__' and cls.__module__!='__main__': return cls

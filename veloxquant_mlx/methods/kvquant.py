@@ -102,7 +102,7 @@ def code_rows(self:NUQCodec, x, # (B, n, C) float32
     indices = outlier_indices(y, k)
     return codes, indices.astype(mx.uint16), cast_finite(mx.take_along_axis(x-plain, indices, axis=-1))
 
-# %% ../../nbs/methods/kvquant.ipynb #6f25377d
+# %% ../../nbs/methods/kvquant.ipynb #81609fcf
 @patch
 def decode_rows(self:NUQCodec, words, # (B, H, n, W)
     z, s, # broadcast to (B, H, n, D)
@@ -111,7 +111,8 @@ def decode_rows(self:NUQCodec, words, # (B, H, n, W)
     *outliers # indices and rests (B, n, 2k), if there are any
 )->mx.array: # (B, H, n, D) float32
     "Inverse of `code_rows`"
-    x = z+s*mx.concatenate([lookup_codes(w[None], l, self.n_bits, dim) for w,l in zip(words, decode)])
+    rows = [lookup_codes(w[None], l, self.n_bits, dim) for w,l in zip(words, decode)]
+    x = z+s*(mx.concatenate(rows) if len(rows)>1 else rows[0])
     return add_across_heads(x, *outliers) if outliers else x
 
 # %% ../../nbs/methods/kvquant.ipynb #e854e3c6

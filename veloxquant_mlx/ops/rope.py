@@ -9,7 +9,8 @@ Docs: https://example.github.io/veloxquant_mlx/ops/rope.html.md"""
 # %% auto #0
 __all__ = ['RopeParams', 'rope_params', 'apply_rope', 'invert_rope']
 
-# %% ../../nbs/ops/rope.ipynb #e8ca7114
+# %% ../../nbs/ops/rope.ipynb #92a65c15
+import functools
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
@@ -45,15 +46,15 @@ def rotate(self:RopeParams, x:mx.array, # (B, H, L, D) float32
     freqs = None if self.freqs is None else mx.array(self.freqs, mx.float32)
     return mx.fast.rope(x, self.dims, traditional=self.traditional, base=self.base, scale=sign*self.scale, offset=offset, freqs=freqs)
 
-# %% ../../nbs/ops/rope.ipynb #7b4505df
-def _turns(rope, offset, n)->tuple: # cosines and signed sines (n, dims) float32
-    half, pair = rope.dims//2, (lambda a,b: mx.stack([a,b], axis=-1).reshape(*a.shape[:-1], -1)) if rope.traditional else (lambda a,b: mx.concatenate([a,b], axis=-1))
-    unit = mx.broadcast_to(pair(mx.ones((half,)), mx.zeros((half,))), (1,1,n,rope.dims))
-    y = rope.rotate(unit, offset)[0,0]
-    cos, sin = (y[:, ::2], y[:, 1::2]) if rope.traditional else (y[:, :half], y[:, half:])
-    return pair(cos, cos), pair(-sin, sin)
+# %% ../../nbs/ops/rope.ipynb #3bb21c05
+def _cos_sin(rope, offset, n)->tuple: # (n, dims/2) float32 each
+    half = rope.dims//2
+    first = [1,0]*half if rope.traditional else [1]*half+[0]*half
+    y = rope.rotate(mx.broadcast_to(mx.array(first, mx.float32), (1,1,n,rope.dims)), offset)[0,0]
+    return tuple(mx.contiguous(o) for o in ((y[:, ::2], y[:, 1::2]) if rope.traditional else (y[:, :half], y[:, half:])))
+_last_cos_sin = functools.lru_cache(maxsize=1)(_cos_sin)
 
-# %% ../../nbs/ops/rope.ipynb #9a556c13
+# %% ../../nbs/ops/rope.ipynb #f18029cb
 def apply_rope(x:mx.array, # (B, H, L, D) at positions offset … offset+L-1
     rope:RopeParams|None, # None: nothing to do
     offset:int # position of the first row
@@ -61,12 +62,12 @@ def apply_rope(x:mx.array, # (B, H, L, D) at positions offset … offset+L-1
     "Rotate rows to their positions; only the first `dims` channels turn"
     x = x.astype(mx.float32)
     if rope is None: return x
-    cos, sin = _turns(rope, offset, x.shape[-2])
-    head, half = x[..., :rope.dims], rope.dims//2
-    if rope.traditional: partner = head.reshape(*head.shape[:-1], half, 2)[..., ::-1].reshape(head.shape)
-    else: partner = mx.concatenate([head[..., half:], head[..., :half]], axis=-1)
-    y = head*cos+partner*sin
-    return y if rope.dims==x.shape[-1] else mx.concatenate([y, x[..., rope.dims:]], axis=-1)
+    n, half = x.shape[-2], rope.dims//2
+    cos, sin = (_last_cos_sin if n<=4096 else _cos_sin)(rope, offset, n)
+    a, b = (x[..., :rope.dims:2], x[..., 1:rope.dims:2]) if rope.traditional else (x[..., :half], x[..., half:rope.dims])
+    a, b = a*cos-b*sin, b*cos+a*sin
+    turned = [mx.stack([a, b], axis=-1).reshape(*x.shape[:-1], rope.dims)] if rope.traditional else [a, b]
+    return mx.concatenate(turned+([x[..., rope.dims:]] if rope.dims<x.shape[-1] else []), axis=-1)
 
 # %% ../../nbs/ops/rope.ipynb #6b0817aa
 def invert_rope(x:mx.array, # (B, H, L, D), rotated for positions offset … offset+L-1
