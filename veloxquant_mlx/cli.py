@@ -290,7 +290,7 @@ def generate(
     if auto and method: raise QuantizerConfigError(f"--auto and --method exclude each other (got --method {method})")
     text = prompt_text(prompt)
     if method: read_options(method, option or []) # before the model is loaded
-    lm, tokenizer = load_model(model, progress=sys.stderr.isatty())
+    lm, tokenizer = load_model(model)
     tokens = prompt_tokens(tokenizer, text, chat)
     caches = cache_maker(lm, chosen_config(lm, len(tokens)+max_tokens, method, option or []))()
     for r in stream(lm, tokenizer, tokens, caches, max_tokens, temp): typer.echo(r.text, nl=False)
@@ -329,7 +329,7 @@ def compare_methods(
     configs = read_methods(methods)
     measure = dict(tokens=tokens, prefill=prefill, chunk=chunk, needle_context=needle_context if needle else None, **timing(steps, speed_context))
     Measurement(**measure) # before the model is loaded
-    lm, tokenizer = load_model(model, progress=sys.stderr.isatty())
+    lm, tokenizer = load_model(model)
     report = compare_report(lm, tokenizer, configs, **measure)
     if as_json: return typer.echo(report.to_json())
     show(report)
@@ -340,7 +340,7 @@ def describe_model(model:ModelName=None, method:MethodName=None, option:Pairs=No
     seq_len:Annotated[int, option(WorkloadSpec, 'seq_len')]=WorkloadSpec.seq_len):
     "Show which layers of a model would be compressed, and why others would not."
     if method: read_options(method, option or [])
-    lm, _ = load_model(model, progress=sys.stderr.isatty())
+    lm, _ = load_model(model)
     rows = describe(cache_maker(lm, chosen_config(lm, seq_len, method, option or []))())
     table(rows.columns, [[str(r[c]) for c in rows.columns] for r in rows], left=4)
 
@@ -381,7 +381,7 @@ def demo(model:ModelName=None,
     tokens:Annotated[int, option(Measurement, 'tokens')]=Measurement.tokens,
     steps:Steps=8):
     "The main job on a small model: choose a configuration, generate with the plain cache and with it, compare."
-    lm, tokenizer = load_model(model, progress=sys.stderr.isatty())
+    lm, tokenizer = load_model(model)
     prompt, code = needle_prompt(tokenizer, context), '4817'
     result = select_kv_cache_config(model_workload(lm, len(prompt)+12))
     name = result.config.method
