@@ -37,13 +37,18 @@ def codes_per_lookup(n_bits:int, # code width b
     while 2*m*n_bits<=12 and m<4 and n_codes%(2*m)==0: m *= 2
     return m
 
-# %% ../../nbs/ops/codebook.ipynb #467a9ba7
+# %% ../../nbs/ops/codebook.ipynb #5e7684f5
+@functools.cache
+def _combinations(n, m)->mx.array: # (n^m, m) uint32, the first code in the low bits
+    codes = np.arange(n**m)
+    return mx.array(np.stack([codes//n**i%n for i in range(m)], axis=-1).astype(np.uint32))
+
+# %% ../../nbs/ops/codebook.ipynb #7d4d2e5b
 def level_table(levels:mx.array, # (2^b,)
     m:int # codes looked up together
 )->mx.array: # (2^(mb), m)
     "All combinations of m levels, the first code in the low bits"
-    n, codes = levels.size, mx.arange(levels.size**m, dtype=mx.uint32)
-    return mx.stack([mx.take(levels, codes//n**i%n) for i in range(m)], axis=-1)
+    return mx.take(levels, _combinations(levels.size, m))
 
 # %% ../../nbs/ops/codebook.ipynb #ba9e9a56
 def lookup_codes(words:mx.array, # (..., ⌈n b/32⌉) uint32 packed codes
