@@ -26,6 +26,11 @@ Modules:
 - `veloxquant_mlx.evaluate.needle`: Can the model still find one sentence in a long text?
 - `veloxquant_mlx.evaluate.quality`: What a cache costs: the likelihood of a text's continuation.
 - `veloxquant_mlx.evaluate.speed`: A decode step with a cache, against the plain cache in the same run.
+- `veloxquant_mlx.kernels.attention`: One flash-decoding kernel over packed codes; a method adds a few lines that decode them.
+- `veloxquant_mlx.kernels.encode`: Scale, code and pack new rows in one pass; decode packed rows.
+- `veloxquant_mlx.kernels.gather`: Copy chosen rows of every head.
+- `veloxquant_mlx.kernels.runtime`: One kernel text for Metal, CUDA and a CPU emulator.
+- `veloxquant_mlx.kernels.snippets`: The few lines that turn packed codes into numbers inside a kernel.
 - `veloxquant_mlx.methods.gear`: Quantize, then repair: a low-rank matrix for the error, a sparse one for the outliers.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.

@@ -19,6 +19,7 @@ from ..core.abstractions import CacheEvent
 from ..core.errors import *
 from .hook import *
 from .layer_config import *
+from ..kernels.runtime import kernels_on
 from ..ops.cast import *
 from ..ops.rope import *
 
@@ -54,7 +55,7 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self._handles, self._kept, self._attended = None, None, True
     self._before = 0 # tokens seen before the current call
     self._warning = None # to be given when the current update is complete
-    if self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: there are no GPU kernels for {self.method} on this device")
+    self.kernels = kernels_on(self.config.use_metal_kernels, self.method)
     install()
 
 # %% ../../nbs/engine/base.ipynb #4fda181c
@@ -129,6 +130,7 @@ def check_update(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     c = self.config
     if not self.shape and c.head_dim!=k[3]: layer_config(c, head_dim=k[3]) # rules that join options with the head dimension
     if c.capacity and self.offset+k[2]>c.capacity: raise ValueError(f"capacity must be >= the tokens of a layer, {self.offset+k[2]} (got {c.capacity})")
+    if self.kernels and k[2]==1: return # asking a GPU whether rows are finite would wait for it at every step and layer
     if not (mx.isfinite(keys).all() & mx.isfinite(values).all()).item(): raise ValueError(f"{name}: keys or values at positions {self.offset} to {self.offset+k[2]-1} are not finite")
 
 # %% ../../nbs/engine/base.ipynb #87ad23b8

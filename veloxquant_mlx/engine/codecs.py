@@ -12,6 +12,8 @@ __all__ = ['GroupCodec', 'PerToken', 'PerChannel', 'ExactCodec']
 # %% ../../nbs/engine/codecs.ipynb #d076ca4b
 import mlx.core as mx
 from .stream import *
+from ..kernels.encode import *
+from ..kernels.snippets import *
 from ..ops.affine import *
 
 # %% ../../nbs/engine/codecs.ipynb #1606f15c
@@ -19,12 +21,18 @@ class GroupCodec(Codec):
     "Group quantization; a subclass says along which axis"
     names = ('codes', 'scale', 'zero')
     quantize = dequantize = None # a pair of functions of `ops.affine`
+    per = make_snippet = None # the kernels' word for the layout, and the snippet's maker
     def __init__(self, n_bits:int, # code width b
         group_size:int, # g
         dim:int # D
     ): self.n_bits, self.group_size, self.dim = n_bits, group_size, dim
     def encode(self, rows:mx.array, start:int)->tuple: # codes (B, H, m, ⌈D b/32⌉), scale and zero
-        return self.quantize(rows, self.n_bits, self.group_size)
+        return self.quantized(rows)
+    def quantized(self, rows:mx.array, mask:mx.array=None)->tuple: # as `encode`; a mask says which elements count
+        if self.kernels: return group_pack(rows, self.n_bits, self.group_size, self.per, mask)
+        return self.quantize(rows, self.n_bits, self.group_size, mask)
+    def no_kernel(self): return None
+    def snippet(self): return self.make_snippet(self.n_bits, self.group_size, self.dim)
     def decode(self, arrays:tuple, start:int)->mx.array: # (B, H, m, D) float32
         return self.dequantize(*arrays, self.n_bits, self.group_size, self.dim)
 
@@ -32,15 +40,21 @@ class GroupCodec(Codec):
 class PerToken(GroupCodec):
     "Each token alone, groups of channels: scale and zero (B, H, m, ⌈D/g⌉)"
     quantize, dequantize = staticmethod(quantize_per_token), staticmethod(dequantize_per_token)
+    per, make_snippet = 'token', staticmethod(per_token)
 
 # %% ../../nbs/engine/codecs.ipynb #addae4fc
 class PerChannel(GroupCodec):
     "Each channel alone, groups of consecutive tokens: scale and zero (B, H, m/g, D); blocks are multiples of g"
     quantize, dequantize = staticmethod(quantize_per_channel), staticmethod(dequantize_per_channel)
+    per, make_snippet = 'channel', staticmethod(per_channel)
+    def no_kernel(self): return f"groups of {self.group_size} tokens are no multiple of 16" if self.group_size%16 else None
 
 # %% ../../nbs/engine/codecs.ipynb #cd3ab87d
 class ExactCodec(Codec):
     "Every row as it arrives"
     names = ('rows',)
+    def __init__(self, dim:int=None): self.dim = dim # D, which only the kernel asks for
+    def no_kernel(self): return None
+    def snippet(self): return exact_rows(self.dim)
     def encode(self, rows:mx.array, start:int)->tuple: return (rows,)
     def decode(self, arrays:tuple, start:int)->mx.array: return arrays[0].astype(mx.float32)

@@ -16,22 +16,50 @@ from .attention import *
 from .base import *
 from .hook import *
 from .stream import *
+from ..kernels.attention import *
 from ..ops.cast import *
 
 # %% ../../nbs/engine/quantized.ipynb #f74917a9
 class QuantizedCache(CompressedCache):
     "Keys and values in two streams"
     keys_stream = values_stream = None
+    no_kernel = None # why the attention kernel does not run, once the streams are there
     def streams(self, key_dim:int, # D
         value_dim:int # D_v
     )->tuple: # two `Stream`s
         raise NotImplementedError
 
+# %% ../../nbs/engine/quantized.ipynb #8c62adeb
+@patch
+def new_streams(self:QuantizedCache, key_dim:int, value_dim:int)->tuple:
+    "Empty streams, with kernels if they can be"
+    both = self.streams(key_dim, value_dim)
+    reasons = [f"head dimension {d} is not a multiple of 8 up to 256" for d in (key_dim, value_dim) if d%8 or d>256]
+    self.no_kernel = next((r for r in (*reasons, *(s.codec.no_kernel() for s in both)) if r), None) if self.kernels else 'kernels are off'
+    if self.no_kernel and self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {self.no_kernel}")
+    for s in both: s.codec.kernels = self.no_kernel is None
+    return both
+
+# %% ../../nbs/engine/quantized.ipynb #2f331cc7
+@patch
+def __init__(self:QuantizedCache, config):
+    super(QuantizedCache, self).__init__(config)
+    if self.config.use_metal_kernels: self.new_streams(self.config.head_dim, self.config.head_dim)
+
+# %% ../../nbs/engine/quantized.ipynb #b7829ef5
+@patch
+def details(self:QuantizedCache)->str:
+    "As the base, and where kernels are on, whether they run here"
+    text = super(QuantizedCache, self).details()
+    if not self.kernels: return text
+    if self.keys_stream is None: self.new_streams(self.config.head_dim, self.config.head_dim)
+    return f"{text}, {'array operations: '+self.no_kernel if self.no_kernel else 'kernels'}"
+
 # %% ../../nbs/engine/quantized.ipynb #92f5be0b
 @patch
 def store(self:QuantizedCache, keys:mx.array, values:mx.array):
     "Append to both streams and free what a sliding window has passed"
-    if self.keys_stream is None: self.keys_stream, self.values_stream = self.streams(keys.shape[-1], values.shape[-1])
+    if self.keys_stream is None: self.keys_stream, self.values_stream = self.new_streams(keys.shape[-1], values.shape[-1])
     dtype = self.config.dtype or keys.dtype
     for stream, rows in ((self.keys_stream, keys), (self.values_stream, values)):
         stream.append(cast_finite(rows, dtype))
@@ -71,12 +99,36 @@ def attention(self:QuantizedCache, queries:mx.array, scale:float, mask, sinks)->
         return plain_attention()(queries, *live, scale=scale, mask=resolve_mask(mask, L, self.offset), sinks=sinks)
     window = c.sliding_window
     lo = self.first if window is None else max(self.first, self.offset-L-window+1, 0)
-    q = self._by_kv_head(self.keys_stream.codec.to_basis, queries)
     mask = resolve_mask(mask, L, self.offset, lo, window, held=self.first)
+    if self.no_kernel is None and (live is None or c.fused_sdpa is not False): return self._fused(queries, scale, mask, sinks, lo, live)
+    q = self._by_kv_head(self.keys_stream.codec.to_basis, queries)
     if live is not None and (c.fused_sdpa or c.fused_sdpa_memory_bound):
         out = attend_tiles(q, self._tiles(lo, live), scale, mask, sinks, n=self.offset-lo)
     else: out = attend_rows(q, *self._rows(lo, live), scale, mask, sinks)
     return self._by_kv_head(self.values_stream.codec.from_basis, out)
+
+# %% ../../nbs/engine/quantized.ipynb #5abe408f
+@patch
+def _fused(self:QuantizedCache, queries, scale, mask, sinks, lo, live)->mx.array:
+    "Attention by kernels"
+    k, v = (s.codec for s in (self.keys_stream, self.values_stream))
+    own_basis = type(v).from_basis is not Codec.from_basis
+    q = queries if type(k).to_basis is Codec.to_basis else self._by_kv_head(k.to_basis, queries)
+    (D, D_v), T, hi = self.shape[2:], self.offset, self.offset if live is None else self._before
+    part = lambda a, b: mask[..., a-lo:b-lo] if isinstance(mask, mx.array) else None
+    dtype = queries.dtype if live is None and not own_basis else mx.float32
+    old = lambda sinks: decode_attention(q, self.keys_stream.side(D), self.values_stream.side(D_v), scale, part(lo, hi), sinks, lo, hi, T, dtype)
+    if live is None: out = old(sinks)[0]
+    else:
+        rows = [x if type(c).to_basis is Codec.to_basis else c.to_basis(x.astype(mx.float32)) for c,x in zip((k, v), live)]
+        parts = [old(None)] if lo<hi else []
+        if q.shape[2]<=64: parts.append(decode_attention(q, Side(D, origin=hi, tail=rows[0]), Side(D_v, origin=hi, tail=rows[1]), scale, part(hi, T), None, hi, T))
+        else:
+            L = T-hi
+            whole = part(hi, T) if isinstance(mask, mx.array) else mx.arange(L)[None]<=mx.arange(L)[:, None]
+            parts += [attend_part(q, *(x[:, :, a:a+1024] for x in rows), scale, whole[..., a:a+1024]) for a in range(0, L, 1024)]
+        out = merge_parts(parts, sinks)
+    return self._by_kv_head(v.from_basis, out) if own_basis else out
 
 # %% ../../nbs/engine/quantized.ipynb #e4a43620
 @patch
@@ -130,7 +182,7 @@ def restore(self:QuantizedCache, arrays:list, counts:list):
     "Rebuild the streams"
     self.keys_stream = self.values_stream = None
     if not counts: return
-    k, v = self.keys_stream, self.values_stream = self.streams(*self.shape[2:])
+    k, v = self.keys_stream, self.values_stream = self.new_streams(*self.shape[2:])
     k.restore(arrays[:counts[4]], *counts[:2])
     v.restore(arrays[counts[4]:], *counts[2:4])
 

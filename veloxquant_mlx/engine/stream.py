@@ -13,6 +13,8 @@ __all__ = ['Rows', 'Codec', 'Stream']
 import math
 from fastcore.basics import patch
 import mlx.core as mx
+from ..kernels.attention import Side
+from ..kernels.snippets import Snippet
 from ..ops.cast import *
 
 # %% ../../nbs/engine/stream.ipynb #f0bbda6d
@@ -82,6 +84,10 @@ class Codec:
         start:int # position of the first token
     )->mx.array: # (B, H, m, D) float32, in the codec's basis
         raise NotImplementedError
+    kernels = False # rows are written by GPU kernels
+    def no_kernel(self)->str|None: return "its codec has no kernel snippet" # why the attention kernel cannot read the codes; None if it can
+    def snippet(self)->Snippet: raise NotImplementedError # how the attention kernel reads the codes
+    def operands(self, arrays:tuple)->tuple: return arrays # packed arrays and tables, in the snippet's order
     def to_basis(self, x:mx.array)->mx.array: return x # (B, H, n, D) rows or queries into the codec's basis
     def from_basis(self, y:mx.array)->mx.array: return y # (B, H, n, D) rows or outputs back into the model's
     def round_trip(self, x:mx.array, # (B, H, m, D)
@@ -170,6 +176,17 @@ def _decode(self:Stream, a, b):
     rows = self.codec.decode(arrays, self.n_sink+lo)
     return rows if (lo, hi)==(a, b) else rows[..., a-lo:b-lo, :]
 
+# %% ../../nbs/engine/stream.ipynb #1c692f09
+@patch
+def side(self:Stream, dim:int # D
+)->Side:
+    "Where the rows lie, for `kernels.attention`"
+    c = self.codec
+    exact = (lambda x: x) if type(c).to_basis is Codec.to_basis else lambda x: None if x is None else c.to_basis(x.astype(mx.float32))
+    n = self.n_packed-self.dropped
+    packed = c.operands(tuple(o.buffer for o in self.packed)) if n else ()
+    return Side(dim, c.snippet() if n else None, packed, self.n_sink+self.dropped, n, exact(self.sink), exact(self.tail))
+
 # %% ../../nbs/engine/stream.ipynb #0145be57
 @patch
 def trim(self:Stream, n:int, # tokens to keep, counted from the start of the sequence
@@ -192,7 +209,7 @@ def trim(self:Stream, n:int, # tokens to keep, counted from the start of the seq
 @patch
 def drop(self:Stream, first:int): # oldest position that is still needed
     "Free packed tokens before `first`"
-    unit = self.block*math.ceil(256/self.block)
+    unit = math.lcm(self.block, 256) # buffers stay whole multiples of a kernel's tile
     new = min((first-self.n_sink)//unit*unit, self.n_packed//unit*unit)
     if new<=self.dropped: return
     for o,(p,q) in zip(self.packed, self.rates): o.cut((new-self.dropped)*p//q, o.n)

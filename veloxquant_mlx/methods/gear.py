@@ -208,7 +208,7 @@ def streams(self:GEARCache, key_dim:int, value_dim:int)->tuple:
     if self.rank>value_dim: raise QuantizerConfigError(f"gear_rank must be <= the head dimension of values, {value_dim} (got {self.rank})")
     common = N, c.gear_sparse_fraction, self.rank, c.gear_energy_threshold if c.gear_rank is None else None, c.seed
     keys = Stream(GEARKeyCodec(c.gear_bits, c.gear_group_size, key_dim, *common), block=N)
-    values = GEARValueCodec(c.gear_bits, c.gear_group_size, value_dim, *common) if c.gear_quantize_values else ExactCodec()
+    values = GEARValueCodec(c.gear_bits, c.gear_group_size, value_dim, *common) if c.gear_quantize_values else ExactCodec(value_dim)
     return keys, Stream(values, block=N if c.gear_quantize_values else 1)
 
 # %% ../../nbs/methods/gear.ipynb #9b1b7cb0
