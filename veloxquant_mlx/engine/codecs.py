@@ -32,7 +32,7 @@ class GroupCodec(Codec):
         if self.kernels: return group_pack(rows, self.n_bits, self.group_size, self.per, mask)
         return self.quantize(rows, self.n_bits, self.group_size, mask)
     def no_kernel(self): return None
-    def snippet(self): return self.make_snippet(self.n_bits, self.group_size, self.dim)
+    def snippet(self, arrays): return self.make_snippet(self.n_bits, self.group_size, self.dim)
     def decode(self, arrays:tuple, start:int)->mx.array: # (B, H, m, D) float32
         return self.dequantize(*arrays, self.n_bits, self.group_size, self.dim)
 
@@ -55,6 +55,6 @@ class ExactCodec(Codec):
     names = ('rows',)
     def __init__(self, dim:int=None): self.dim = dim # D, which only the kernel asks for
     def no_kernel(self): return None
-    def snippet(self): return exact_rows(self.dim)
+    def snippet(self, arrays): return exact_rows(self.dim)
     def encode(self, rows:mx.array, start:int)->tuple: return (rows,)
     def decode(self, arrays:tuple, start:int)->mx.array: return arrays[0].astype(mx.float32)

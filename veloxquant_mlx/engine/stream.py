@@ -86,8 +86,8 @@ class Codec:
         raise NotImplementedError
     kernels = False # rows are written by GPU kernels
     def no_kernel(self)->str|None: return "its codec has no kernel snippet" # why the attention kernel cannot read the codes; None if it can
-    def snippet(self)->Snippet: raise NotImplementedError # how the attention kernel reads the codes
-    def operands(self, arrays:tuple)->tuple: return arrays # packed arrays and tables, in the snippet's order
+    def snippet(self, arrays:tuple)->Snippet: raise NotImplementedError # how the attention kernel reads the packed arrays
+    def operands(self, arrays:tuple, start:int)->tuple: return arrays # packed arrays from position `start` on, and tables, in the snippet's order
     def to_basis(self, x:mx.array)->mx.array: return x # (B, H, n, D) rows or queries into the codec's basis
     def from_basis(self, y:mx.array)->mx.array: return y # (B, H, n, D) rows or outputs back into the model's
     def round_trip(self, x:mx.array, # (B, H, m, D)
@@ -176,7 +176,7 @@ def _decode(self:Stream, a, b):
     rows = self.codec.decode(arrays, self.n_sink+lo)
     return rows if (lo, hi)==(a, b) else rows[..., a-lo:b-lo, :]
 
-# %% ../../nbs/engine/stream.ipynb #1c692f09
+# %% ../../nbs/engine/stream.ipynb #c1aa3ce9
 @patch
 def side(self:Stream, dim:int # D
 )->Side:
@@ -184,8 +184,8 @@ def side(self:Stream, dim:int # D
     c = self.codec
     exact = (lambda x: x) if type(c).to_basis is Codec.to_basis else lambda x: None if x is None else c.to_basis(x.astype(mx.float32))
     n = self.n_packed-self.dropped
-    packed = c.operands(tuple(o.buffer for o in self.packed)) if n else ()
-    return Side(dim, c.snippet() if n else None, packed, self.n_sink+self.dropped, n, exact(self.sink), exact(self.tail))
+    origin, packed = self.n_sink+self.dropped, tuple(o.buffer for o in self.packed)
+    return Side(dim, c.snippet(packed) if n else None, c.operands(packed, origin) if n else (), origin, n, exact(self.sink), exact(self.tail))
 
 # %% ../../nbs/engine/stream.ipynb #0145be57
 @patch

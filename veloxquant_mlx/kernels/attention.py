@@ -90,7 +90,7 @@ def segments(keys:Side, values:Side, lo:int, # first position to read
         out.append([-(-(b-base)//unit), base, a, b, ks, vs, ko, vo])
     return out
 
-# %% ../../nbs/kernels/attention.ipynb #d904fa99
+# %% ../../nbs/kernels/attention.ipynb #5ba2a343
 START = r"""
 const uint lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup, g = frag_row(lane), t = frag_col(lane), cell = g * 4 + t;
@@ -102,8 +102,8 @@ const int KA = t * KN, KB = KD / 2 + t * KN, VC = g * VN;
 threadgroup uint s_key_table[KEY_TABLE];
 threadgroup uint s_value_table[VALUE_TABLE];
 KeyCodec key; ValueCodec value;
-key.begin(K_ARRAYS s_key_table, bh % n_head, warp * 32 + (int)lane);
-value.begin(V_ARRAYS s_value_table, bh % n_head, warp * 32 + (int)lane);
+key.begin(K_ARRAYS s_key_table, KA, warp * 32 + (int)lane);
+value.begin(V_ARRAYS s_value_table, VC, warp * 32 + (int)lane);
 #if KEY_SPARSE || VALUE_SPARSE
 threadgroup half s_delta[N_WARPS][128 * PAIRS];
 for (int i = lane; i < 128 * PAIRS; i += 32) s_delta[warp][i] = half(0.f);
@@ -419,8 +419,8 @@ def _pointers(prefix, snippet, first)->str:
         lines.append(f"auto {prefix}_{a.name}_h = {prefix}_{a.name} + (size_t){head} * params[{first+i}] * {a.width};")
     return ' '.join(lines)
 
-# %% ../../nbs/kernels/attention.ipynb #b8678f3d
-def _arrays(prefix, snippet)->str: return ''.join(f'{prefix}_{a.name}_h, ' for a in snippet.arrays)
+# %% ../../nbs/kernels/attention.ipynb #b4f7f269
+def _arrays(prefix, snippet)->str: return ''.join(f'{prefix}_{a.name}_h, ' for a in snippet.arrays[:snippet.n_own or None])
 
 # %% ../../nbs/kernels/attention.ipynb #ab26abeb
 def unit_of(key:Snippet, value:Snippet)->int: # tokens

@@ -10,7 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/kernels/snippets.html.md"""
 __all__ = ['PAIR_CODES', 'PER_TOKEN', 'PER_CHANNEL', 'LEVELS', 'EXACT_ROWS', 'NO_CODES', 'Array', 'Snippet', 'affine_arrays',
            'per_token', 'per_channel', 'table_words', 'exact_rows']
 
-# %% ../../nbs/kernels/snippets.ipynb #c6c35fb3
+# %% ../../nbs/kernels/snippets.ipynb #652b290f
+import functools
 from dataclasses import dataclass
 from ..ops.packing import *
 
@@ -22,7 +23,7 @@ class Array:
     width:int # elements of a row
     per:str='head' # 'head': (B, H, n, width), 'batch': (B, n, width), 'all': (n, width)
 
-# %% ../../nbs/kernels/snippets.ipynb #94969127
+# %% ../../nbs/kernels/snippets.ipynb #61685a8b
 @dataclass(frozen=True)
 class Snippet:
     "How a kernel decodes the packed rows of one side"
@@ -30,6 +31,7 @@ class Snippet:
     sources:tuple # C++ texts that define the struct
     type:str # its C++ type, with {dim} and {n} for the side's dimension and the pairs of a lane
     unit:int=16 # tokens that share what `unit` loads, a multiple of 16
+    n_own:int=0 # arrays that the struct's functions get, the first ones; 0: all
     block:int=0 # tokens of a block with low-rank factors or sparse lists of its own
     table:int=0 # words of shared memory for levels
     rank:int=0 # of a low-rank correction in arrays A and Qt, at most 16
@@ -80,12 +82,12 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #91330e10
+# %% ../../nbs/kernels/snippets.ipynb #5e727898
 PER_TOKEN = r"""
 template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
   enum { GROUPS = (DIM + GROUP - 1) / GROUP, RUNS = GROUP % N == 0 ? 1 : N % GROUP == 0 ? N / GROUP : N, STEP = N / RUNS };
   PairCodes<BITS, DIM, N, SIDE> c; uint s[4][RUNS], z[4][RUNS];
-  template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int head, int thread_index) {}
+  template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int channel, int thread_index) {}
   template<class W, class S, class Z> FN void unit(W words, S scale, Z zero, int row, int channel) {}
   template<class W, class S, class Z> FN void load(W words, S scale, Z zero, int row, int channel) {
     c.load(words, row, channel);
@@ -105,7 +107,8 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
 # %% ../../nbs/kernels/snippets.ipynb #af5b34db
 def affine_arrays(n_bits, dim, width)->tuple: return Array('codes', n_words(dim, n_bits)), Array('scale', width), Array('zero', width)
 
-# %% ../../nbs/kernels/snippets.ipynb #626e8ed0
+# %% ../../nbs/kernels/snippets.ipynb #985f98d5
+@functools.cache
 def per_token(n_bits:int, # code width b
     group_size:int, # g channels that share a scale
     dim:int # D
@@ -113,11 +116,11 @@ def per_token(n_bits:int, # code width b
     "Snippet of `ops.affine.quantize_per_token`"
     return Snippet(affine_arrays(n_bits, dim, -(-dim//group_size)), (PAIR_CODES, PER_TOKEN), f'PerToken<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>')
 
-# %% ../../nbs/kernels/snippets.ipynb #58717dea
+# %% ../../nbs/kernels/snippets.ipynb #8e1b4a86
 PER_CHANNEL = r"""
 template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerChannel {
   PairCodes<BITS, DIM, N, SIDE> c; uint s[N], z[N];
-  template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int head, int thread_index) {}
+  template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int channel, int thread_index) {}
   template<class W, class S, class Z> FN void unit(W words, S scale, Z zero, int row, int channel) {
     const uint a = (uint)(row / GROUP * DIM + channel), b = a + (SIDE ? 0 : DIM / 2);
     UNROLL for (int j = 0; j < N; j += 2) {
@@ -133,7 +136,8 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerChannel {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #60317aec
+# %% ../../nbs/kernels/snippets.ipynb #1a4d5665
+@functools.cache
 def per_channel(n_bits:int, # code width b
     group_size:int, # g tokens that share a scale, a multiple of 16
     dim:int # D
@@ -159,11 +163,11 @@ def table_words(n_bits:int)->int: # code width b
     "Words of shared memory for a table of levels"
     return 2**n_bits if n_bits>4 else 4**n_bits
 
-# %% ../../nbs/kernels/snippets.ipynb #42946deb
+# %% ../../nbs/kernels/snippets.ipynb #ff17f61c
 EXACT_ROWS = r"""
 template<int DIM, int N, int SIDE> struct ExactRows {
   uint x[2][N];
-  template<class P, class T> FN void begin(P rows, T table, int head, int thread_index) {}
+  template<class P, class T> FN void begin(P rows, T table, int channel, int thread_index) {}
   template<class P> FN void unit(P rows, int row, int channel) {}
   template<class P> FN void load(P rows, int row, int channel) {
     UNROLL for (int w = 0; w < 2; ++w) {
@@ -176,15 +180,16 @@ template<int DIM, int N, int SIDE> struct ExactRows {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #be417cb7
+# %% ../../nbs/kernels/snippets.ipynb #9f05ce89
+@functools.cache
 def exact_rows(dim:int)->Snippet: # D
     "Snippet of rows of any floating-point dtype"
     return Snippet((Array('rows', dim),), (EXACT_ROWS,), 'ExactRows<{dim}, {n}, {side}>')
 
-# %% ../../nbs/kernels/snippets.ipynb #67db917a
+# %% ../../nbs/kernels/snippets.ipynb #ea19e68b
 NO_CODES = Snippet((), (r"""
 struct NoCodes {
-  template<class T> FN void begin(T table, int head, int thread_index) {}
+  template<class T> FN void begin(T table, int channel, int thread_index) {}
   FN void unit(int row, int channel) {}
   FN void load(int row, int channel) {}
   FN void unpack() {}

@@ -10,11 +10,11 @@ Docs: https://example.github.io/veloxquant_mlx/methods/gear.html.md"""
 
 # %% auto #0
 __all__ = ['n_filtered', 'start_matrix', 'error_factors', 'GEARCodec', 'GEARValueCodec', 'GEARKeyCodec', 'GEAROptions',
-           'GEARCache']
+           'GEARCache', 'gear_snippet']
 
 # %% ../../nbs/methods/gear.ipynb #819f273d
 import functools, math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
@@ -24,6 +24,7 @@ from ..engine.codecs import *
 from ..engine.quantized import *
 from ..engine.registry import *
 from ..engine.stream import *
+from ..kernels.snippets import *
 from ..ops.affine import *
 from ..ops.cast import *
 from ..ops.lowrank import *
@@ -62,11 +63,12 @@ def error_factors(E:mx.array, # (..., N, D) float32
     return A.astype(mx.float16), cast_finite(mx.swapaxes(Q, -1, -2))
 
 # %% ../../nbs/methods/gear.ipynb #43943fc0
-class GEARCodec(Codec):
+class GEARCodec(GroupCodec):
     "Quantized blocks with low-rank and sparse corrections"
-    sparse_names = () # names of the arrays of outliers
+    sparse_names, sparse_kind = (), '' # names of the arrays of outliers, and how they are listed
     def __init__(self, n_bits:int, group_size:int, dim:int, block:int, fraction:float, rank:int, energy:float|None, seed:int):
-        self.n_bits, self.group_size, self.dim, self.block = n_bits, group_size, dim, block
+        super().__init__(n_bits, group_size, dim)
+        self.block = block
         self.fraction, self.rank, self.energy, self.seed = fraction, rank, energy, seed
     @property
     def names(self): return ('codes', 'scale', 'zero')+(('A', 'Qt') if self.rank else ())+(self.sparse_names if self.fraction else ())
@@ -93,7 +95,7 @@ def product(self:GEARCodec, A, Qt)->mx.array: # (B, H, n, D) float32
 def encode(self:GEARCodec, rows, start)->tuple:
     x = rows.astype(mx.float32)
     mask = self.filtered(x) if self.fraction else None
-    parts = self.quantize(x, self.n_bits, self.group_size, None if mask is None else ~mask)
+    parts = self.quantized(x, None if mask is None else ~mask)
     near = self.dequantize(*parts, self.n_bits, self.group_size, self.dim)
     if self.rank:
         factors = self.low_rank(x-near if mask is None else mx.where(mask, 0, x-near))
@@ -110,8 +112,9 @@ def decode(self:GEARCodec, arrays, start)->mx.array:
 # %% ../../nbs/methods/gear.ipynb #3dfde530
 class GEARValueCodec(GEARCodec):
     "Per-token groups, outliers of each token over all heads"
-    sparse_names = ('indices', 'rest')
+    sparse_names, sparse_kind = ('indices', 'rest'), 'token'
     quantize, dequantize = staticmethod(quantize_per_token), staticmethod(dequantize_per_token)
+    per, make_snippet = 'token', staticmethod(per_token)
 
 # %% ../../nbs/methods/gear.ipynb #9fca8ab5
 @patch
@@ -137,8 +140,9 @@ def put(self:GEARValueCodec, x, indices, rest)->mx.array:
 # %% ../../nbs/methods/gear.ipynb #4b2b2ae5
 class GEARKeyCodec(GEARCodec):
     "Per-channel groups, outliers of each channel within a block"
-    sparse_names = ('channels', 'rest', 'pointers')
+    sparse_names, sparse_kind = ('channels', 'rest', 'pointers'), 'block'
     quantize, dequantize = staticmethod(quantize_per_channel), staticmethod(dequantize_per_channel)
+    per, make_snippet = 'channel', staticmethod(per_channel)
 
 # %% ../../nbs/methods/gear.ipynb #b286d399
 @patch
@@ -223,3 +227,28 @@ def formula_nbytes(self:GEARCache, T:int)->float:
     values = 4*n_words(D_v, b)+4*math.ceil(D_v/g)+low(D_v)+8*n_filtered(s, H*D_v)/H
     exact = (T-n)*(D+D_v) if c.gear_quantize_values else (T-n)*D+T*D_v
     return B*H*(n*(keys+(values if c.gear_quantize_values else 0))+size*exact)
+
+# %% ../../nbs/methods/gear.ipynb #7c4be8b9
+@functools.cache
+def gear_snippet(base:Snippet, # of the codes
+    block:int, # N
+    rank:int, # r
+    sparse:str, # '', 'token' or 'block'
+    n_sparse:int, # entries of a list
+    dim:int # D
+)->Snippet:
+    "The snippet of the codes with a low-rank and a sparse correction"
+    low = (Array('A', rank), Array('Qt', dim)) if rank else ()
+    lists = dict(token=(Array('indices', n_sparse, 'batch'), Array('rest', n_sparse, 'batch')),
+        block=(Array('channels', n_sparse), Array('rest', n_sparse), Array('pointers', block+1))).get(sparse, ())
+    return replace(base, arrays=(*base.arrays, *low, *lists), n_own=len(base.arrays), block=block, rank=rank, sparse=sparse, n_sparse=n_sparse)
+
+# %% ../../nbs/methods/gear.ipynb #d8ae405f
+@patch
+def no_kernel(self:GEARCodec):
+    return f"rank {self.rank} is more than 16" if self.rank>16 else f"groups of {self.group_size} are no multiple of 16" if self.group_size%16 else None
+@patch
+def snippet(self:GEARCodec, arrays)->Snippet:
+    "The arrays that `encode` gives, as the kernel reads them"
+    sparse, lists = (self.sparse_kind, arrays[-len(self.sparse_names)].shape[-1]) if self.fraction else ('', 0)
+    return gear_snippet(self.make_snippet(self.n_bits, self.group_size, self.dim), self.block, self.rank, sparse, lists, self.dim)
