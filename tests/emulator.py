@@ -360,12 +360,14 @@ static inline int frag_col(int lane) { return (lane>>2 & 2) + (lane & 1); }
 static inline int b_k(int lane, int e) { return frag_row(lane); }
 static inline int b_n(int lane, int e) { return 2*frag_col(lane)+e; }
 enum { ROW_XOR_0 = 2, ROW_XOR_1 = 4, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 8, B_PAIRED = 0 };
+#define HAS_PREFETCH 0
 #else
 static inline int frag_row(int lane) { return lane>>2; }
 static inline int frag_col(int lane) { return lane&3; }
 static inline int b_k(int lane, int e) { return 2*frag_col(lane)+e; }
 static inline int b_n(int lane, int e) { return frag_row(lane); }
 enum { ROW_XOR_0 = 4, ROW_XOR_1 = 8, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 2, B_PAIRED = 1 };
+#define HAS_PREFETCH 0
 #endif
 static void emu_mma(emu::Site site, float (&c)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   static struct Tile { float a[16][16], b[8][16]; } tiles[32][2]; // b transposed

@@ -10,8 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/kernels/attention.html.md"""
 
 # %% auto #0
 __all__ = ['SEGMENT', 'START', 'SCORES', 'SOFTMAX', 'VALUES', 'FINISH', 'MERGE', 'TYPE_NAMES', 'PARAMS', 'CAPACITIES', 'SEGMENTS',
-           'N_GROUPS', 'Side', 'segments', 'merge_kernel', 'unit_of', 'attention_kernel', 'Plan', 'plan',
-           'decode_attention']
+           'N_PROCESSORS', 'Side', 'segments', 'merge_kernel', 'unit_of', 'groups_per_processor', 'attention_kernel',
+           'Plan', 'plan', 'decode_attention']
 
 # %% ../../nbs/kernels/attention.ipynb #4bf657b0
 import functools, math
@@ -20,19 +20,26 @@ import mlx.core as mx
 from .runtime import *
 from .snippets import *
 
-# %% ../../nbs/kernels/attention.ipynb #82c4aa34
+# %% ../../nbs/kernels/attention.ipynb #54de418f
 SEGMENT = r"""
 struct Segment {
   int base, lo, hi, key, value, key_origin, value_origin, end;
   template<class P> FN void find(P p, int u, int unit) {
     int first = 0;
     while (u >= first + p[0]) { first += p[0]; p += 8; }
-    end = first + p[0]; base = p[1] + (u - first) * unit; lo = p[2]; hi = p[3]; key = p[4]; value = p[5]; key_origin = p[6]; value_origin = p[7];
+    end = first + p[0]; base = p[1] + (u - first) * unit; lo = p[2]; hi = p[3]; key_origin = p[6]; value_origin = p[7];
+#if EXACT
+    key = p[4]; value = p[5];
+#else
+    key = value = 0;
+#endif
   }
   FN size_t row(int i, int origin) { return (size_t)(min(max(base + i, lo), hi - 1) - origin); }
 };
+FN uint2 both(uint x, uint y) { uint2 r; r.x = x; r.y = y; return r; }
 template<class S> FN uint turned(uint x, S table, int i) { const uint2 turn = load2(table, i); return fma2(x, turn.x, mul2(high_halves(x, x << 16), turn.y)); }
 template<class T> FN float half_range(T x) { return min(max(float(x), -65504.f), 65504.f); }
+FN float half_range(half x) { return float(x); }
 template<int DIM, int N, int SIDE> FN int delta_cell(int i, int channel) { // where the correction of token i of a tile lies
   if (SIDE) return 2 * (channel % N * 64 + (i >> 3) * 32 + channel / N * 4 + ((i & 7) >> 1)) + (i & 1);
   const int upper = channel >= DIM / 2, at = channel - upper * (DIM / 2);
@@ -90,7 +97,7 @@ def segments(keys:Side, values:Side, lo:int, # first position to read
         out.append([-(-(b-base)//unit), base, a, b, ks, vs, ko, vo])
     return out
 
-# %% ../../nbs/kernels/attention.ipynb #5ba2a343
+# %% ../../nbs/kernels/attention.ipynb #e2053bed
 START = r"""
 const uint lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup, g = frag_row(lane), t = frag_col(lane), cell = g * 4 + t;
@@ -108,8 +115,8 @@ value.begin(V_ARRAYS s_value_table, VC, warp * 32 + (int)lane);
 threadgroup half s_delta[N_WARPS][128 * PAIRS];
 for (int i = lane; i < 128 * PAIRS; i += 32) s_delta[warp][i] = half(0.f);
 #endif
-uint q[2 * KS];
 #if ROPE
+uint q[2 * KS];
 threadgroup uint s_query[32 * KN];
 threadgroup uint s_turn[128 * KN];
 for (int i = warp * 32 + lane; i < 32 * KN; i += N_WARPS * 32) {
@@ -123,13 +130,14 @@ for (int i = warp * 32 + lane; i < 64 * KN; i += N_WARPS * 32) { // cosine twice
   s_turn[2 * i] = pack2(cosine, cosine); s_turn[2 * i + 1] = pack2(-sine, sine);
 }
 #else
-UNROLL for (int i = 0; i < 2 * KS; ++i) {
+threadgroup uint s_query[64 * KS];
+for (int i = warp; i < 2 * KS; i += N_WARPS) {
   float x[2];
   UNROLL for (int e = 0; e < 2; ++e) {
     const int k = b_k(lane, e), n = row0 + b_n(lane, e);
     x[e] = i < KN && n < rows ? float(queries[((size_t)bh * rows + n) * KD + (k >> 1) * KN + i + (k & 1) * (KD / 2)]) * qscale : 0.f;
   }
-  q[i] = pack2(x[0], x[1]);
+  s_query[((i >> 1) * 32 + lane) * 2 + (i & 1)] = pack2(x[0], x[1]);
 }
 #endif
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -149,11 +157,23 @@ if (u < u_end) {
   now.find(params + SEGMENTS, u, UNIT);
   if (now.key == 0) key.load(K_ARRAYS now.base - now.key_origin + g, KA);
 }
+#if ROPE
+#define QUERY(s) both(q[2 * (s)], q[2 * (s) + 1])
+#else
+#define QUERY(s) load2(s_query, ((s) * 32 + lane) * 2)
+#endif
+#if HAS_PREFETCH
+const char* ahead = (const char*)params; int ahead_step = 0; // this lane's line of a tile, and bytes of a row
+AHEAD
+#endif
 while (u < u_end) {
   const int k_row = now.base - now.key_origin, v_row = now.base - now.value_origin; // of the tile's first token
+#if HAS_PREFETCH
+  if (ahead_step && !now.key && !now.value && u + 2 * N_WARPS < now.end) prefetch(ahead + (size_t)((uint)((lane < AHEAD_KEYS ? k_row : v_row) + 2 * N_WARPS * UNIT)) * ahead_step);
+#endif
 """
 
-# %% ../../nbs/kernels/attention.ipynb #00b33778
+# %% ../../nbs/kernels/attention.ipynb #f2d62b31
 SCORES = r"""
   if (now.key == 0 && (sub == 0 || k_row % KEY_UNIT == 0)) key.unit(K_ARRAYS k_row, KA);
   if (now.value == 0 && (sub == 0 || v_row % VALUE_UNIT == 0)) value.unit(V_ARRAYS v_row, VC);
@@ -179,7 +199,8 @@ SCORES = r"""
         const int p = 2 * s + (i >> 1), r = g + (i & 1) * 8; const uint at = (uint)((k_row / UNIT * KEY_RANK + r) * KD + p);
         a[i] = r < KEY_RANK && p < KN ? low_halves(bits(k_Qt_h[at + KA]), bits(k_Qt_h[at + KB])) : 0u;
       }
-      mma(x, a[0], a[1], a[2], a[3], q[2 * s], q[2 * s + 1]);
+      const uint2 b = QUERY(s);
+      mma(x, a[0], a[1], a[2], a[3], b.x, b.y);
     }
     u0 = b_from_c(pack2(x[0], x[1])); u1 = b_from_c(pack2(x[2], x[3]));
   }
@@ -191,8 +212,10 @@ SCORES = r"""
 #if KEY_SPARSE
     KEY_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
-    UNROLL for (int s = 0; s < KS; ++s)
-      mma(s & 1 ? d : c, KEY_PAIR(0, 2 * s), KEY_PAIR(1, 2 * s), 2 * s + 1 < KN ? KEY_PAIR(0, 2 * s + 1) : 0u, 2 * s + 1 < KN ? KEY_PAIR(1, 2 * s + 1) : 0u, q[2 * s], q[2 * s + 1]);
+    UNROLL for (int s = 0; s < KS; ++s) {
+      const uint2 b = QUERY(s);
+      mma(s & 1 ? d : c, KEY_PAIR(0, 2 * s), KEY_PAIR(1, 2 * s), 2 * s + 1 < KN ? KEY_PAIR(0, 2 * s + 1) : 0u, 2 * s + 1 < KN ? KEY_PAIR(1, 2 * s + 1) : 0u, b.x, b.y);
+    }
 #if KEY_SPARSE
     simdgroup_barrier(mem_flags::mem_threadgroup); KEY_SCATTER(false); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
@@ -215,7 +238,8 @@ SCORES = r"""
         const int p = 2 * s + (i >> 1); const size_t r = i & 1 ? r1 : r0;
         a[i] = p < KN ? pack2(half_range(exact[r + KA + p]), half_range(exact[r + KB + p])) : 0u;
       }
-      mma(c, a[0], a[1], a[2], a[3], q[2 * s], q[2 * s + 1]);
+      const uint2 b = QUERY(s);
+      mma(c, a[0], a[1], a[2], a[3], b.x, b.y);
     }
   }
 #endif
@@ -440,7 +464,28 @@ def _side_constants(side, snippet, dim, n, index)->dict:
     return {f'{side}_UNIT':snippet.unit, f'{side}_TABLE':max(1, snippet.table), f'{side}_RANK':snippet.rank, f'{side}_SPARSE':int(bool(snippet.sparse)),
         f'{side}_PAIR(w, j)':pair, f'{side}_SCATTER(on)':scatter}
 
-# %% ../../nbs/kernels/attention.ipynb #383a7fcf
+# %% ../../nbs/kernels/attention.ipynb #a3992d9e
+N_PROCESSORS = 132
+
+# %% ../../nbs/kernels/attention.ipynb #5f991038
+def groups_per_processor(key:Snippet, value:Snippet, dim:int)->int: # the larger D
+    "Threadgroups that the registers of a processor hold"
+    return 2 if dim>128 else 3 if any(s.sparse or s.rank or s.rope for s in (key, value)) else 4
+
+# %% ../../nbs/kernels/attention.ipynb #29ac1ab8
+def _ahead(key, value)->tuple: # statements, and the lanes that look after keys
+    "Lines of 128 bytes of a tile's packed rows, one a lane"
+    lines, lane, of_keys = [], 0, 0
+    for p,snippet in (('k', key), ('v', value)):
+        for a in snippet.arrays[:snippet.n_own or None]:
+            n = -(-16*a.width*a.itemsize//128)
+            if a.per=='all' or not a.by_token or lane+n>32: continue
+            lines.append(f'if (lane >= {lane} && lane < {lane+n}) {{ ahead = (const char*)({p}_{a.name}_h) + (lane - {lane}) * 128; ahead_step = {a.width*a.itemsize}; }}')
+            lane += n
+        if p=='k': of_keys = lane
+    return ' '.join(lines), of_keys
+
+# %% ../../nbs/kernels/attention.ipynb #208452bc
 @functools.cache
 def attention_kernel(key:Snippet, value:Snippet, key_dim:int, # D
     value_dim:int, # D_v
@@ -454,6 +499,7 @@ def attention_kernel(key:Snippet, value:Snippet, key_dim:int, # D
     constants = dict(KD=key_dim, VD=value_dim, KN=kn, VN=vn, KS=-(-kn//2), VS=-(-vn//2), PAIRS=max(kn, vn), N_WARPS=n_warps, UNIT=unit_of(key, value), SEGMENTS=SEGMENTS,
         EXACT=int(exact), MASK=int(mask), WITH_SCORES=int(scores), ROPE=int(key.rope), K_ARRAYS=_arrays('k', key), V_ARRAYS=_arrays('v', value),
         POINTERS=_pointers('k', key, CAPACITIES)+' '+_pointers('v', value, CAPACITIES+n_key))
+    constants['AHEAD'], constants['AHEAD_KEYS'] = _ahead(key, value)
     constants |= _side_constants('KEY', key, key_dim, kn, 0) | _side_constants('VALUE', value, value_dim, vn, 1)
     sources = '\n'.join(dict.fromkeys([*key.sources, *value.sources]))
     types = f"typedef {key.type.format(dim=key_dim, n=kn, side=0)} KeyCodec;\ntypedef {value.type.format(dim=value_dim, n=vn, side=1)} ValueCodec;\n"
@@ -462,10 +508,7 @@ def attention_kernel(key:Snippet, value:Snippet, key_dim:int, # D
     inputs += ['k_sink', 'k_tail', 'v_sink', 'v_tail'] if exact else []
     inputs += ['mask'] if mask else []
     outputs = ['part_out', 'part_top', 'part_sum']+(['scores'] if scores else [])
-    return Kernel('decode_attention', inputs, outputs, START+SCORES+SOFTMAX+VALUES+FINISH, header)
-
-# %% ../../nbs/kernels/attention.ipynb #a43cc253
-N_GROUPS = 528
+    return Kernel('decode_attention', inputs, outputs, START+SCORES+SOFTMAX+VALUES+FINISH, header, (32*n_warps, groups_per_processor(key, value, max(key_dim, value_dim))))
 
 # %% ../../nbs/kernels/attention.ipynb #877dbe32
 def _mask_array(mask)->tuple: # additive float32, and its strides over batch, heads and queries
@@ -487,7 +530,7 @@ class Plan:
     exact:bool # some positions are exact
     n_split:int # parts that the tokens are split into
 
-# %% ../../nbs/kernels/attention.ipynb #31cecede
+# %% ../../nbs/kernels/attention.ipynb #9bd8abee
 @functools.lru_cache(maxsize=64)
 def plan(keys:tuple, values:tuple, # (origin, packed rows, first rows, newest rows, capacities) of each side
     lo:int, hi:int, # positions to read
@@ -495,13 +538,14 @@ def plan(keys:tuple, values:tuple, # (origin, packed rows, first rows, newest ro
     shape:tuple, # B, H, query rows, L
     strides:tuple, # of the mask
     unit:int, # tokens a simdgroup works on at a time
-    n_warps:int # simdgroups of a threadgroup
+    n_warps:int, # simdgroups of a threadgroup
+    n_groups:int # threadgroups to make
 )->Plan:
     "Work out the segments and how many parts to make"
     B, H, rows, L = shape
     parts = segments(Side(0, origin=keys[0], n_packed=keys[1]), Side(0, origin=values[0], n_packed=values[1]), lo, hi, unit)
     n_unit = sum(p[0] for p in parts)
-    n_split = max(1, min(-(-n_unit//n_warps), N_GROUPS//(B*H*-(-rows//8))))
+    n_split = max(1, min(-(-n_unit//n_warps), n_groups//(B*H*-(-rows//8))))
     head = [n_split, rows, L, causal_end, n_unit, H, keys[2], keys[3], *strides, lo, hi-lo, values[3], *keys[4], *values[4]]
     params = mx.array(head+[0]*(SEGMENTS-len(head))+[x for p in parts for x in p], mx.int32)
     return Plan(params, any(p[4] or p[5] for p in parts), n_split)
@@ -511,7 +555,7 @@ def _counts(side)->tuple:
     rows = lambda x: 0 if x is None else x.shape[2]
     return side.origin, side.n_packed, rows(side.sink), rows(side.tail), tuple(a.shape[-2] for a in side.packed)
 
-# %% ../../nbs/kernels/attention.ipynb #060318b9
+# %% ../../nbs/kernels/attention.ipynb #5c6e84a6
 def decode_attention(queries:mx.array, # (B, H_q, L, D)
     keys:Side, values:Side, scale:float, # of the scores
     mask:mx.array=None, # (..., L, hi-lo) bool or additive; None: causal
@@ -530,7 +574,7 @@ def decode_attention(queries:mx.array, # (B, H_q, L, D)
     mask, strides = (None, (0, 0, 0)) if mask is None else _mask_array(mask)
     causal_end = hi+L if mask is not None else n_token or hi # a mask says it all
     key, value = keys.snippet or NO_CODES, values.snippet or NO_CODES
-    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit_of(key, value), n_warps)
+    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit_of(key, value), n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
     inputs = [queries, float_array(scale*math.log2(math.e)), todo.params, *keys.packed, *values.packed]
     if todo.exact: inputs += [*keys.exact, *values.exact]
     if mask is not None: inputs.append(mask)

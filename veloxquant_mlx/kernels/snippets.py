@@ -15,13 +15,15 @@ import functools
 from dataclasses import dataclass
 from ..ops.packing import *
 
-# %% ../../nbs/kernels/snippets.ipynb #faa9190e
+# %% ../../nbs/kernels/snippets.ipynb #fc3962b4
 @dataclass(frozen=True)
 class Array:
     "An array that a snippet reads"
     name:str # as in the codec
     width:int # elements of a row
     per:str='head' # 'head': (B, H, n, width), 'batch': (B, n, width), 'all': (n, width)
+    itemsize:int=2 # bytes of an element
+    by_token:bool=True # one row a token
 
 # %% ../../nbs/kernels/snippets.ipynb #61685a8b
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #5e727898
+# %% ../../nbs/kernels/snippets.ipynb #f53f95f5
 PER_TOKEN = r"""
 template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
   enum { GROUPS = (DIM + GROUP - 1) / GROUP, RUNS = GROUP % N == 0 ? 1 : N % GROUP == 0 ? N / GROUP : N, STEP = N / RUNS };
@@ -91,10 +93,14 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
   template<class W, class S, class Z> FN void unit(W words, S scale, Z zero, int row, int channel) {}
   template<class W, class S, class Z> FN void load(W words, S scale, Z zero, int row, int channel) {
     c.load(words, row, channel);
-    UNROLL for (int i = 0; i < RUNS; ++i) { UNROLL for (int k = 0; k < 4; ++k) {
-      const int at = (channel + i * STEP + (k & 1 && !SIDE ? DIM / 2 : 0)) / GROUP, r = (k >> 1) * 8 + (k & 1 ? SIDE : 0);
-      s[k][i] = bits((scale + (uint)(row * GROUPS + at))[r * GROUPS]); z[k][i] = bits((zero + (uint)(row * GROUPS + at))[r * GROUPS]);
-    } }
+    UNROLL for (int i = 0; i < RUNS; ++i) {
+      const uint a = (uint)(channel + i * STEP) / GROUP, b = SIDE ? a : DIM / 2 % GROUP == 0 ? a + DIM / 2 / GROUP : (uint)(channel + i * STEP + DIM / 2) / GROUP;
+      auto sa = scale + (uint)(row * GROUPS + a), sb = scale + (uint)(row * GROUPS + b), za = zero + (uint)(row * GROUPS + a), zb = zero + (uint)(row * GROUPS + b);
+      UNROLL for (int w = 0; w < 2; ++w) {
+        s[2 * w][i] = bits(sa[8 * w * GROUPS]); s[2 * w + 1][i] = bits(sb[(8 * w + SIDE) * GROUPS]);
+        z[2 * w][i] = bits(za[8 * w * GROUPS]); z[2 * w + 1][i] = bits(zb[(8 * w + SIDE) * GROUPS]);
+      }
+    }
   }
   FN void unpack() {
     c.unpack();
@@ -104,8 +110,10 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #af5b34db
-def affine_arrays(n_bits, dim, width)->tuple: return Array('codes', n_words(dim, n_bits)), Array('scale', width), Array('zero', width)
+# %% ../../nbs/kernels/snippets.ipynb #054adfe1
+def affine_arrays(n_bits, dim, width, by_token=True)->tuple:
+    "Codes, scale and zero"
+    return Array('codes', n_words(dim, n_bits), itemsize=4), Array('scale', width, by_token=by_token), Array('zero', width, by_token=by_token)
 
 # %% ../../nbs/kernels/snippets.ipynb #985f98d5
 @functools.cache
@@ -136,14 +144,14 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerChannel {
 };
 """
 
-# %% ../../nbs/kernels/snippets.ipynb #1a4d5665
+# %% ../../nbs/kernels/snippets.ipynb #3e9505e5
 @functools.cache
 def per_channel(n_bits:int, # code width b
     group_size:int, # g tokens that share a scale, a multiple of 16
     dim:int # D
 )->Snippet:
     "Snippet of `ops.affine.quantize_per_channel`"
-    return Snippet(affine_arrays(n_bits, dim, dim), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16)
+    return Snippet(affine_arrays(n_bits, dim, dim, False), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16)
 
 # %% ../../nbs/kernels/snippets.ipynb #c1c78d88
 LEVELS = r"""

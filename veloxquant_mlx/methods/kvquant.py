@@ -328,7 +328,7 @@ template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
 };
 """
 
-# %% ../../nbs/methods/kvquant.ipynb #40a5ca6a
+# %% ../../nbs/methods/kvquant.ipynb #f26e08eb
 @functools.cache
 def nuq_snippet(side:str, # 'Keys' or 'Values'
     n_bits:int, # b
@@ -337,8 +337,8 @@ def nuq_snippet(side:str, # 'Keys' or 'Values'
     rope:bool # keys are stored before RoPE
 )->Snippet:
     "How the attention kernel reads one side"
-    scales = (Array('zero', dim), Array('scale', dim)) if side=='Keys' else (Array('scale', 1, 'batch'), Array('zero', 1, 'batch'))
-    own = Array('codes', n_words(dim, n_bits)), *scales, Array('levels', 2**n_bits, 'batch')
+    scales = (Array('zero', dim, by_token=False), Array('scale', dim, by_token=False)) if side=='Keys' else (Array('scale', 1, 'batch'), Array('zero', 1, 'batch'))
+    own = Array('codes', n_words(dim, n_bits), itemsize=4), *scales, Array('levels', 2**n_bits, 'batch', by_token=False)
     lists = (Array('indices', n_sparse, 'batch'), Array('rest', n_sparse, 'batch')) if n_sparse else ()
     angles = (Array('fine', dim, 'all'), Array('coarse', dim//2, 'all')) if rope else ()
     return Snippet((*own, *lists, *angles), (PAIR_CODES, LEVELS, NUQ), f'NUQ{side}<{n_bits}, {{dim}}, {{n}}, {{side}}>', n_own=len(own), table=table_words(n_bits),

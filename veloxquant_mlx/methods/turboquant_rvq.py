@@ -230,14 +230,14 @@ template<int B1, int B2, int DIM, int N, int SIDE> struct Planes {
 };
 """
 
-# %% ../../nbs/methods/turboquant_rvq.ipynb #d4915b7e
+# %% ../../nbs/methods/turboquant_rvq.ipynb #e6e4f20e
 @functools.cache
 def planes_snippet(widths:tuple, # b₁ and b₂
     dim:int # D
 )->Snippet:
     "How the attention kernel reads both planes"
     b1, b2 = widths
-    arrays = Array('plane1', n_words(dim, b1)), Array('plane2', n_words(dim, b2 or b1)), Array('scale', 1), Array('levels', 2**(b1+b2), 'all')
+    arrays = Array('plane1', n_words(dim, b1), itemsize=4), Array('plane2', n_words(dim, b2 or b1), itemsize=4), Array('scale', 1), Array('levels', 2**(b1+b2), 'all')
     return Snippet(arrays, (PAIR_CODES, LEVELS, PLANES), f'Planes<{b1}, {b2}, {{dim}}, {{n}}, {{side}}>', table=table_words(b1+b2))
 
 # %% ../../nbs/methods/turboquant_rvq.ipynb #0a794e98

@@ -1,0 +1,271 @@
+"Caches of every method that has kernels: in the emulator as with array operations."
+import copy
+from dataclasses import dataclass
+import mlx.core as mx
+import numpy as np
+import pytest
+from emulated import emulated
+from emulator import DataRace
+from test_attention_kernels import BARRIER, distance, edited, error, with_splits
+from veloxquant_mlx.engine.hook import install
+from veloxquant_mlx.engine.quantized import QuantizedCache
+from veloxquant_mlx.engine.registry import methods
+from veloxquant_mlx.kernels.runtime import Backend, use_backend
+from veloxquant_mlx.ops.rope import RopeParams
+
+MUST = {'kivi', 'gear', 'turboquant_rvq', 'kvquant'} # have kernels
+
+@pytest.fixture(autouse=True)
+def hook(): install() # other tests of the process may have taken it away
+
+# --- caches
+
+@dataclass(frozen=True)
+class Case:
+    method:str
+    fields:tuple # of a cache
+    dim:int = 64 # D
+    value_dim:int = 64
+    n_rep:int = 2
+    B:int = 1
+    rope:RopeParams|None = None
+    close:bool = False # a few codes may differ: sums of another order fall to the other side of a midpoint
+    def __str__(self): return '-'.join([self.method, *(f'{k.split("_")[-1]}{v}' for k,v in self.fields), f'D{self.dim}'])
+    def cache(self, **kw):
+        c = methods()[self.method].cache_class.of(**dict(self.fields)|dict(head_dim=self.dim, fused_sdpa=True)|kw)
+        if self.rope: c.bind(layer=0, head_dim=self.dim, rope=self.rope, rope_unknown=False, keep_live=False, model='')
+        return c
+
+def case(method, dim=64, value_dim=None, n_rep=2, B=1, rope=None, **fields):
+    return Case(method, tuple(fields.items()), dim, value_dim or dim, n_rep, B, rope, method=='turboquant_rvq')
+
+kivi = lambda b, g=32, R=32, **kw: case('kivi', bit_width_inlier=b, kivi_group_size=g, residual_length=R, **kw)
+rvq = lambda b, **kw: case('turboquant_rvq', bit_width_inlier=b, **kw)
+gear = lambda **kw: case('gear', **kw)
+kvquant = lambda b=3, dim=64, n_calib_tokens=32, **kw: case('kvquant', dim, kvquant_bits=b, n_calib_tokens=n_calib_tokens, **kw)
+CASES = [
+    kivi(2, value_dim=80), kivi(4, g=16, R=48, dim=80, n_rep=4), kivi(3, g=48, R=48, B=2), kivi(8, dim=96, value_dim=64),
+    rvq(2), rvq(1, B=2), rvq(3, n_rep=4, value_dim=128), rvq(5, dim=128), rvq(8, dim=80), rvq(4, dim=256, value_dim=64),
+    gear(), gear(gear_rank=0, B=2), gear(gear_sparse_fraction=0., gear_rank=3, value_dim=80), gear(gear_bits=4, gear_rank=16, n_rep=4, dim=96), gear(gear_quantize_values=False),
+    gear(gear_rank=0, gear_sparse_fraction=0., gear_group_size=48),
+    kvquant(rope=RopeParams(64)), kvquant(B=2, value_dim=80), kvquant(2, kvquant_outlier_fraction=0., kvquant_n_sink=0, rope=RopeParams(64, base=5e5, scale=.25)),
+    kvquant(5, dim=80, n_rep=4, rope=RopeParams(80), kvquant_n_sink=5)]
+ONE = list({c.method: c for c in reversed(CASES)}.values())[::-1] # the first of each method
+cases, one = (pytest.mark.parametrize('case', o, ids=str) for o in (CASES, ONE))
+layouts = pytest.mark.parametrize('layout', ['cuda', 'metal'])
+
+def draw(case, n, seed, dtype=mx.float16, H=2):
+    "q, k, v of n tokens; some channels are large, some numbers stand out"
+    rng = np.random.default_rng(seed)
+    shape = lambda h, d: (case.B, h, n, d)
+    q, k, v = (rng.standard_normal(shape(h, d)) for h,d in ((H*case.n_rep, case.dim), (H, case.dim), (H, case.value_dim)))
+    k += np.random.default_rng(5).standard_normal((1, H, 1, case.dim))
+    v *= np.exp(rng.standard_normal((*v.shape[:-1], 1))/2)
+    for x in (k, v): x[rng.random(x.shape)<.003] *= 6
+    return [mx.array(x.astype(np.float32)).astype(dtype) for x in (q, k, v)]
+
+def call(c, x, mask='made', sinks=None):
+    q, k, v = x
+    handles = c.update_and_fetch(k, v)
+    if isinstance(mask, str): mask = 'causal' if q.shape[2]>1 else None
+    return mx.fast.scaled_dot_product_attention(q, *handles, scale=q.shape[-1]**-.5, mask=mask, sinks=sinks)
+
+def assert_same_storage(a, b, close):
+    "Codes, scales, tables and exact rows bit for bit, or nearly all of the numbers that are read"
+    assert a.counts()==b.counts()
+    assert [(x.shape, x.dtype) for x in a.payload()]==[(x.shape, x.dtype) for x in b.payload()]
+    if not close:
+        for x,y in zip(a.payload(), b.payload()): assert mx.array_equal(x, y, equal_nan=True).item()
+        return
+    for s,t in ((a.keys_stream, b.keys_stream), (a.values_stream, b.values_stream)):
+        x, y = (np.array(o.read(o.first, a.offset)) for o in (s, t))
+        assert (np.abs(x-y)<=2e-3*np.abs(y)).mean()>.999
+
+class Pair:
+    "A cache with kernels and one without, fed alike"
+    def __init__(self, case, layout='cuda', **kw):
+        self.case, self.backend = case, emulated(layout)
+        with use_backend(self.backend): self.fused = case.cache(**kw)
+        self.plain = case.cache(use_metal_kernels=False, **kw)
+    def __call__(self, x, mask='made', sinks=None):
+        "One call; the same codes are read, those that the kernels wrote"
+        with use_backend(self.backend):
+            got = call(self.fused, x, mask, sinks)
+            mx.eval(got)
+        assert self.fused.no_kernel is None
+        q, k, v = x
+        handles = self.plain.update_and_fetch(k, v)
+        assert_same_storage(self.fused, self.plain, self.case.close)
+        if self.case.close: self.plain.restore([mx.array(o) for o in self.fused.payload()], self.fused.counts())
+        if isinstance(mask, str): mask = 'causal' if q.shape[2]>1 else None
+        want = mx.fast.scaled_dot_product_attention(q, *handles, scale=q.shape[-1]**-.5, mask=mask, sinks=sinks)
+        assert got.dtype==want.dtype and got.shape==want.shape
+        bound = 8e-3 if q.dtype==mx.bfloat16 else 3e-3 if self.case.rope else 2e-3 # the output has 8 bits; angles are products of halves
+        assert distance(got, want)<bound and error(got, want)<3*bound
+    def trim(self, n):
+        with use_backend(self.backend): assert self.fused.trim(n)==n
+        self.plain.trim(n)
+
+# --- outputs and codes
+
+def test_methods_with_kernels():
+    found = set()
+    with use_backend(emulated()):
+        for name,m in methods().items():
+            if not issubclass(m.cache_class, QuantizedCache): continue
+            c = next((c for c in CASES if c.method==name), case(name))
+            cache = c.cache()
+            call(cache, draw(c, 3, 0))
+            if cache.no_kernel is None: found.add(name)
+    assert found>=MUST
+    assert {c.method for c in CASES}>=found, 'add the others to CASES'
+
+@pytest.mark.parametrize('case,layout', [(c, l) for i,c in enumerate(CASES) for l in (('cuda', 'metal') if c in ONE else (('cuda', 'metal')[i%2],))], ids=str)
+def test_same_outputs(case, layout):
+    "A prompt, chunks, steps, calls of a few tokens, and what is left after `trim`"
+    p = Pair(case, layout)
+    for i,n in enumerate([133, 37, 81, 1, 4, 1, 1]): p(draw(case, n, i))
+    p.trim(5)
+    p(draw(case, 1, 10))
+    p.trim(31)
+    for i,n in enumerate([1, 3, 1]): p(draw(case, n, 20+i))
+    p.trim(p.fused.offset-7)
+    for i,n in enumerate([1, 2]): p(draw(case, n, 30+i))
+
+@one
+@pytest.mark.parametrize('dtype', [mx.float32, mx.bfloat16])
+def test_dtypes(case, dtype):
+    p = Pair(case)
+    for i,n in enumerate([140, 1, 2]): p(draw(case, n, i, dtype))
+
+@layouts
+@one
+def test_sliding_window(case, layout):
+    "Buffers are cut at the front in the course of it"
+    p = Pair(case, layout, sliding_window=24)
+    for i,n in enumerate([230, 41, 1, 30, 1, 1, 4, 1]): p(draw(case, n, i))
+    assert p.fused.keys_stream.dropped and p.fused.values_stream.dropped
+
+@one
+def test_masks_and_sinks(case):
+    "Two sequences of one batch, the first with left padding"
+    c = Case(**vars(case)|dict(B=2))
+    p = Pair(c, layout='metal')
+    sinks = mx.array([2., -1, 0, 1])
+    for i,n in enumerate([140, 1, 4, 70]):
+        T = p.fused.offset+n
+        visible = (mx.arange(T)>=mx.array([9, 0])[:, None])[:, None, None]
+        if n>1: visible = visible & (mx.arange(T)<=mx.arange(T-n, T)[:, None])
+        p(draw(c, n, i), mx.where(visible, mx.array(.5*np.cos(np.arange(T))).astype(mx.float16), -mx.inf) if i==2 else visible, sinks if i else None)
+
+@one
+def test_state(case):
+    "Saved, restored and copied caches go on in the same way"
+    x = [draw(case, n, i) for i,n in enumerate([141, 1, 3, 1])]
+    with use_backend(emulated()):
+        a = case.cache()
+        for y in x[:2]: call(a, y)
+        b, c = type(a).from_state([mx.array(o) for o in a.state]), copy.deepcopy(a)
+        for y in x[2:]:
+            outs = [call(o, y) for o in (a, b, c)]
+            assert all((o==outs[0]).all().item() for o in outs[1:])
+        assert b.no_kernel is None and b.details()==a.details()
+
+@one
+def test_chunks_do_not_matter(case):
+    "What is stored does not depend on how the tokens came"
+    x = draw(case, 150, 0)
+    with use_backend(emulated()):
+        whole, parts = case.cache(), case.cache()
+        call(whole, x)
+        at = 0
+        for n in [1, 1, 40, 100, 1, 7]:
+            parts.update_and_fetch(*(o[:, :, at:at+n] for o in x[1:]))
+            at += n
+        assert_same_storage(whole, parts, False)
+
+@one
+def test_no_model_width_is_a_copy(case):
+    "Steps run the two attention kernels and those that encode: nothing else is launched, and nothing is launched twice"
+    inner, names = emulated(), []
+    def launch(kernel, *args):
+        names.append(kernel.name)
+        return inner.launch(kernel, *args)
+    with use_backend(Backend('counting', launch)):
+        c = case.cache()
+        call(c, draw(case, 140, 0))
+        names.clear()
+        mx.eval(call(c, draw(case, 1, 1)))
+    assert names.count('decode_attention')==names.count('merge_splits')==1 and len(names)<=4
+
+# --- whether kernels run, and what is said about it
+
+def refuse(kernel, *args): raise AssertionError(f'{kernel.name} was launched')
+REFUSING = Backend('refusing', refuse)
+
+@one
+def test_switched_off(case):
+    "False: nothing is launched"
+    with use_backend(REFUSING):
+        c = case.cache(use_metal_kernels=False)
+        for i,n in enumerate([140, 1, 4]): mx.eval(call(c, draw(case, n, i)))
+        c.trim(3)
+        assert c.no_kernel=='kernels are off' and 'kernels' not in c.details().replace('use_metal_kernels', '')
+        with pytest.raises(AssertionError, match='was launched'):
+            c = case.cache()
+            for i,n in enumerate([140, 1]): call(c, draw(case, n, i))
+
+@one
+def test_details(case):
+    with use_backend(emulated()):
+        assert case.cache().details().endswith(', kernels')
+        assert case.cache(head_dim=84).details().endswith('array operations: head dimension 84 is not a multiple of 8 up to 256') or case.rope
+    with use_backend(None): assert 'kernels' not in case.cache().details()
+
+@one
+def test_required(case):
+    "True: an error says why they cannot run"
+    plain = Case(**vars(case)|dict(rope=None))
+    with use_backend(emulated()):
+        c = case.cache(use_metal_kernels=True)
+        for i,n in enumerate([140, 1]): call(c, draw(case, n, i))
+        assert c.no_kernel is None
+        for dim in (84, 264):
+            with pytest.raises(RuntimeError, match=f'{case.method} has no GPU kernel here: head dimension {dim} is not'): plain.cache(use_metal_kernels=True, head_dim=dim)
+    with use_backend(None), pytest.raises(RuntimeError, match=f'there are no GPU kernels for {case.method} on this device'): plain.cache(use_metal_kernels=True)
+
+UNFIT = [(kivi(2, g=8), 'groups of 8 tokens are no multiple of 16'), (gear(gear_group_size=24), 'groups of 24 tokens are no multiple of 16|groups of 24 are no multiple of 16'),
+    (gear(gear_rank=17), 'rank 17 is more than 16'), (kvquant(kvquant_refit_interval=64), 'tables differ from epoch to epoch'),
+    (rvq(2, enable_outlier_two_stream=True, n_outlier_channels=8, n_calib_tokens=32), 'its codec has no kernel snippet')]
+
+@pytest.mark.parametrize('case,reason', UNFIT, ids=str)
+def test_unfit_options(case, reason):
+    "Array operations take over, unless kernels are required"
+    with use_backend(REFUSING):
+        c = case.cache()
+        for i,n in enumerate([140, 1]): call(c, draw(case, n, i))
+        assert c.details().split('array operations: ')[1] in reason.split('|')
+        with pytest.raises(RuntimeError, match=f'{case.method} has no GPU kernel here: ({reason})'): case.cache(use_metal_kernels=True)
+
+def test_rope_that_kernels_do_not_know():
+    "It is known when the cache meets its model"
+    c = kvquant(rope=RopeParams(32))
+    with use_backend(REFUSING):
+        cache = c.cache()
+        for i,n in enumerate([140, 1]): call(cache, draw(c, n, i))
+        assert 'RoPE turns other pairs' in cache.no_kernel
+        with pytest.raises(RuntimeError, match='RoPE turns other pairs'): call(c.cache(use_metal_kernels=True), draw(c, 3, 0))
+
+# --- tests of the test
+
+SIMD = 'simdgroup_barrier(mem_flags::mem_threadgroup);'
+
+@pytest.mark.parametrize('case,barrier,which', [(rvq(2), BARRIER, 0), (kvquant(), BARRIER, 0), (kvquant(rope=RopeParams(64)), BARRIER, 0),
+    *((c, SIMD, i) for c in (kvquant(kvquant_outlier_fraction=.1), gear()) for i in range(6))], ids=str)
+def test_missing_barrier(case, barrier, which, monkeypatch):
+    "Tables of levels and angles, and the sparse corrections of keys (0-2) and values (3-5)"
+    edited(monkeypatch, 'attention', barrier, '', which)
+    with_splits(monkeypatch, 1)
+    with use_backend(emulated()), pytest.raises(DataRace):
+        c = case.cache()
+        for i,n in enumerate([140, 1]): call(c, draw(case, n, i))
