@@ -1,5 +1,5 @@
 "The decode attention kernel in the emulator against the array operations."
-import copy, dataclasses, itertools, math
+import copy, dataclasses, itertools, math, re
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,8 @@ layouts = pytest.mark.parametrize('layout', ['cuda', 'metal'])
 
 CODECS = dict(token=(quantize_per_token, dequantize_per_token, per_token), channel=(quantize_per_channel, dequantize_per_channel, per_channel))
 
+TILE = 32 # packed arrays have room for whole tiles of so many tokens
+
 def draw(rng, *shape, dtype=mx.float16): return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 def side(x, # (B, H, T, D)
@@ -26,7 +28,7 @@ def side(x, # (B, H, T, D)
     n_bits=4, group_size=32,
     origin=0, # first rows that stay exact
     n=None, # packed rows, None: all others
-    slack=True # buffers end on whole tiles, behind rows of a forgotten past
+    slack=None # rows behind them, of a forgotten past; None: to whole tiles, and a tile more
 ):
     "Where rows lie, and the float32 rows that are read"
     B, H, T, D = x.shape
@@ -34,7 +36,8 @@ def side(x, # (B, H, T, D)
     sink, rows, tail = (mx.contiguous(x[:, :, a:b]) for a,b in ((0, origin), (origin, origin+n), (origin+n, T)))
     exact = dict(origin=origin, n_packed=n, sink=sink if origin else None, tail=tail)
     if not n: return Side(D, **exact), x.astype(mx.float32)
-    if slack: rows = mx.concatenate([rows, 50*mx.ones((B, H, -n%math.lcm(16, group_size)+group_size, D), x.dtype)*mx.arange(D)], axis=2).astype(x.dtype)
+    if slack is None: slack = -n%math.lcm(TILE, group_size)+math.lcm(TILE, group_size)
+    rows = mx.concatenate([rows, mx.broadcast_to(50.*mx.arange(D), (B, H, slack, D)).astype(x.dtype)], axis=2)
     if kind=='exact': arrays, decoded, snippet = (rows,), rows.astype(mx.float32), exact_rows(D)
     else:
         quantize, dequantize, maker = CODECS[kind]
@@ -65,7 +68,7 @@ def error(got, want):
     norm = lambda o: np.sqrt((o**2).sum(-1))
     return (norm(got-want)/np.maximum(norm(want), np.sqrt((norm(want)**2).mean()))).max()
 
-def assert_attends(got, want, bound=2e-3, lse=2e-3):
+def assert_attends(got, want, bound=1e-3, lse=2e-3):
     assert np.isfinite(np.array(got[0].astype(mx.float32))).all()
     assert error(got[0], want[0]) < bound
     assert np.abs(np.array(got[1]-want[1])).max() < lse
@@ -122,8 +125,7 @@ def with_splits(monkeypatch, n):
         return dataclasses.replace(p, n_split=n, params=mx.concatenate([mx.array([n], mx.int32), p.params[1:]]))
     monkeypatch.setattr(attention, 'plan', plan)
 
-@layouts
-@pytest.mark.parametrize('i', range(len(CASES)))
+@pytest.mark.parametrize('i,layout', [(i, l) for i in range(len(CASES)) for l in (('cuda', 'metal') if i%4==0 else ('metal', 'cuda')[i%2:][:1])])
 def test_combination(i, layout, monkeypatch):
     c, rng = CASES[i], np.random.default_rng(i)
     if c.n_split: with_splits(monkeypatch, c.n_split)
@@ -168,7 +170,7 @@ def small(rng, B=1, H=2, n_rep=4, L=1, T=113, dim=64, value_dim=None, n=None, n_
     return draw(rng, B, H*n_rep, L, dim), keys, values, k, v
 
 @pytest.fixture
-def rng(request): return np.random.default_rng(sum(request.node.originalname.encode()))
+def rng(request): return np.random.default_rng(list(request.node.originalname.encode()))
 
 @layouts
 @pytest.mark.parametrize('n', [2, 40, 77])
@@ -270,7 +272,7 @@ def test_sides_that_begin_at_different_tiles(rng, layout):
 PLACES = dict(attention=('attention_kernel', 'body'), codec=('attention_kernel', 'header'), merge=('merge_kernel', 'body'))
 
 def edited(monkeypatch, place, # see `PLACES`
-    old, new, # parts of the text
+    old, new, # a part of the text, as a pattern if it is compiled, and what takes its place
     which=None # of several such parts, from 0; None: all of them
 ):
     "Make a mistake"
@@ -278,9 +280,10 @@ def edited(monkeypatch, place, # see `PLACES`
     make = getattr(attention, maker)
     def changed(*args, **kw):
         k = make(*args, **kw)
-        parts = getattr(k, field).split(old)
-        if len(parts)<=(which or 0)+1: raise LookupError(f'the text of the {place} has no {old!r} any more: change this test with it')
-        text = new.join(parts) if which is None else new.join([old.join(parts[:which+1]), old.join(parts[which+1:])])
+        text, pattern = getattr(k, field), old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
+        places = list(pattern.finditer(text))
+        if len(places)<=(which or 0): raise LookupError(f'the text of the {place} has no {old!r} any more: change this test with it')
+        for m in places[::-1] if which is None else [places[which]]: text = text[:m.start()]+m.expand(new)+text[m.end():]
         k = copy.copy(k)
         setattr(k, field, text)
         return k
@@ -295,12 +298,13 @@ def attends(monkeypatch, n_split, layout='cuda'):
 
 WRONG = (EmulatorError, AssertionError)
 BARRIER = 'threadgroup_barrier(mem_flags::mem_threadgroup);'
+CLAMP = re.compile(r'min\(max\((\w+), lo\), hi - 1\)')
 MISTAKES = dict( # place, old, new, which, error; one barrier only is needed by tables of levels, and tested with the methods that have them
     barrier_before_maxima_are_read=('attention', BARRIER, '', 1, DataRace), barrier_between_simdgroups=('attention', BARRIER, '', 2, DataRace),
     barrier_of_merge=('merge', BARRIER, '', None, DataRace), barrier_of_one_simdgroup=('attention', BARRIER, 'simdgroup_barrier(mem_flags::mem_threadgroup);', 1, DataRace),
     divergent_collective=('attention', 'simd_any(hi0 > top[0] || hi1 > top[1])', 'hi0 > top[0] || hi1 > top[1]', None, DivergentBarrier),
-    no_clamp_of_exact_rows=('codec', 'min(max(base + i, lo), hi - 1)', 'base + i', None, OutOfBounds),
-    half_a_clamp=('codec', 'min(max(base + i, lo), hi - 1)', 'max(base + i, lo)', None, OutOfBounds),
+    no_clamp_of_exact_rows=('codec', CLAMP, r'\1', None, OutOfBounds),
+    half_a_clamp=('codec', CLAMP, r'max(\1, lo)', None, OutOfBounds),
     word_stride=('codec', 'row * WORDS', 'row * (WORDS + 1)', None, WRONG), scale_stride=('codec', 'row * GROUPS', 'row * (GROUPS + 1)', None, WRONG),
     head_stride=('codec', 'params[14] * ', 'params[14] * 2 * ', None, OutOfBounds),
     capacity_of_another_array=('codec', 'params[14] * ', 'params[1] * ', None, AssertionError),
@@ -311,7 +315,7 @@ MISTAKES = dict( # place, old, new, which, error; one barrier only is needed by 
     row_guard_of_maxima=('attention', ' && row0 + (int)lane < rows', '', None, EmulatorError),
     unwritten_rows=('attention', 'i < 8 * VD', 'i < 7 * VD', None, UnwrittenOutput), unwritten_maxima=('attention', 'lane < 8 &&', 'lane < 7 &&', None, UnwrittenOutput),
     no_causal_rule=('attention', 'pos > last[i & 1]', 'false', None, AssertionError), causal_rule_off_by_one=('attention', 'pos > last[i & 1]', 'pos > last[i & 1] + 1', None, AssertionError),
-    no_end_of_segment=('attention', 'pos >= now.hi', 'false', None, AssertionError), no_begin_of_segment=('attention', 'pos < now.lo', 'false', None, AssertionError),
+    no_end_of_segment=('attention', re.compile(r'pos >= \w+\.hi'), 'false', None, AssertionError), no_begin_of_segment=('attention', re.compile(r'pos < \w+\.lo'), 'false', None, AssertionError),
     maxima_of_half_the_lanes=('attention', 'hi0 = max(max(hi0, simd_shuffle_xor(hi0, ROW_XOR_2)), top[0])', 'hi0 = max(hi0, top[0])', None, AssertionError),
     no_rescaling=('attention', 'o[j][0] *= f0;', '', None, AssertionError), no_factor_of_simdgroups=('attention', '* factor[i & 1]', '', None, AssertionError),
     one_simdgroup_forgotten=('attention', 'for (int w = 0; w < N_WARPS; ++w) {', 'for (int w = 0; w < N_WARPS - 1; ++w) {', None, AssertionError),
@@ -329,10 +333,8 @@ def test_mistake(name, monkeypatch):
     edited(monkeypatch, *mistake)
     with pytest.raises(found): attends(monkeypatch, 3 if mistake[0]=='merge' else 1)
 
-@pytest.mark.parametrize('order', ['forward', 'reverse', 3])
-def test_buffer_without_slack(rng, order):
-    "A tile is read to its end"
-    keys, k = side(draw(rng, 1, 1, 61, 64), slack=False)
+def test_buffer_without_room(rng):
+    "Tiles are read to their end"
+    keys, k = side(draw(rng, 1, 1, 61, 64), slack=0)
     values, v = side(draw(rng, 1, 1, 61, 64))
-    with use_backend(emulated(order=order)), pytest.raises(OutOfBounds, match='k_codes|k_scale|k_zero'):
-        decode_attention(draw(rng, 1, 1, 1, 64), keys, values, .125)
+    with use_backend(emulated()), pytest.raises(ValueError, match='whole tiles of 32 tokens .got 61 rows'): decode_attention(draw(rng, 1, 1, 1, 64), keys, values, .125)

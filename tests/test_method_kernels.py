@@ -138,6 +138,12 @@ def test_dtypes(case, dtype):
     p = Pair(case)
     for i,n in enumerate([140, 1, 2]): p(draw(case, n, i, dtype))
 
+@one
+def test_without_fused_sdpa(case):
+    "The default: kernels read single tokens, array operations read calls of several, from the same codes"
+    p = Pair(case, fused_sdpa=False)
+    for i,n in enumerate([140, 1, 5, 1]): p(draw(case, n, i))
+
 @layouts
 @one
 def test_sliding_window(case, layout):
@@ -233,6 +239,16 @@ def test_required(case):
         for dim in (84, 264):
             with pytest.raises(RuntimeError, match=f'{case.method} has no GPU kernel here: head dimension {dim} is not'): plain.cache(use_metal_kernels=True, head_dim=dim)
     with use_backend(None), pytest.raises(RuntimeError, match=f'there are no GPU kernels for {case.method} on this device'): plain.cache(use_metal_kernels=True)
+
+@one
+def test_required_after_the_first_rows(case):
+    "Values may have another dimension; a refusal changes nothing"
+    q, k, v = draw(case, 3, 0)
+    with use_backend(emulated()):
+        c = case.cache(use_metal_kernels=True)
+        with pytest.raises(RuntimeError, match='head dimension 84 is not'): call(c, (q, k, mx.zeros((*k.shape[:3], 84), k.dtype)))
+        assert c.offset==0 and c.keys_stream is None
+        call(c, (q, k, v))
 
 UNFIT = [(kivi(2, g=8), 'groups of 8 tokens are no multiple of 16'), (gear(gear_group_size=24), 'groups of 24 tokens are no multiple of 16|groups of 24 are no multiple of 16'),
     (gear(gear_rank=17), 'rank 17 is more than 16'), (kvquant(kvquant_refit_interval=64), 'tables differ from epoch to epoch'),

@@ -574,7 +574,10 @@ def decode_attention(queries:mx.array, # (B, H_q, L, D)
     mask, strides = (None, (0, 0, 0)) if mask is None else _mask_array(mask)
     causal_end = hi+L if mask is not None else n_token or hi # a mask says it all
     key, value = keys.snippet or NO_CODES, values.snippet or NO_CODES
-    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit_of(key, value), n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
+    unit = unit_of(key, value)
+    for s in (keys, values):
+        if s.packed and s.packed[0].shape[-2]%unit: raise ValueError(f"packed arrays need room for whole tiles of {unit} tokens (got {s.packed[0].shape[-2]} rows)")
+    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit, n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
     inputs = [queries, float_array(scale*math.log2(math.e)), todo.params, *keys.packed, *values.packed]
     if todo.exact: inputs += [*keys.exact, *values.exact]
     if mask is not None: inputs.append(mask)

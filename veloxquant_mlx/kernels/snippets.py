@@ -25,7 +25,7 @@ class Array:
     itemsize:int=2 # bytes of an element
     by_token:bool=True # one row a token
 
-# %% ../../nbs/kernels/snippets.ipynb #61685a8b
+# %% ../../nbs/kernels/snippets.ipynb #19ff3e8b
 @dataclass(frozen=True)
 class Snippet:
     "How a kernel decodes the packed rows of one side"
@@ -115,7 +115,7 @@ def affine_arrays(n_bits, dim, width, by_token=True)->tuple:
     "Codes, scale and zero"
     return Array('codes', n_words(dim, n_bits), itemsize=4), Array('scale', width, by_token=by_token), Array('zero', width, by_token=by_token)
 
-# %% ../../nbs/kernels/snippets.ipynb #985f98d5
+# %% ../../nbs/kernels/snippets.ipynb #eb0eb025
 @functools.cache
 def per_token(n_bits:int, # code width b
     group_size:int, # g channels that share a scale
