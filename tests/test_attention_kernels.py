@@ -1,6 +1,5 @@
 "The decode attention kernel in the emulator against the array operations."
 import copy, dataclasses, itertools, math, re
-from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ def test_array_operations(tmp_path, capsys):
     assert all(r['seconds']>0 and r['bytes']>0 for r in found['rows'])
     r = rows['affine 4 bit']
     assert {'fp16', 'host', 'total', 'share'}<=r.keys() and r['error']<2e-3
-    assert rows['kivi 2 bit']['lm32']>0 and 'error' not in rows['gather_rows, half']
+    assert rows['turboquant_rvq 4 bit']['lm32']>0 and 'error' not in rows['gather_rows, half']
     assert [m['what'].split()[0] for m in found['memory']]==['turboquant_rvq', 'kivi', 'kvquant', 'gear']
     assert all(m['peak']>=m['allocated']>=m['used']>0 for m in found['memory'])
 

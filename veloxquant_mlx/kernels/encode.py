@@ -285,7 +285,6 @@ def _defines(**values): return ''.join(f'#define {k} {v}\n' for k,v in values.it
 
 # %% ../../nbs/kernels/encode.ipynb #f2bc7d97
 @functools.lru_cache(maxsize=256)
-def _params(n): return mx.array([n]+[0]*7, mx.int32) # eight: Metal puts shorter arrays elsewhere
 
 # %% ../../nbs/kernels/encode.ipynb #1a6e9468
 def _launch(kernel, inputs, threads, runs, shapes, dtypes, height=1)->list:
@@ -333,7 +332,7 @@ def group_pack(x:mx.array, # (..., L, D)
     inputs = [words if wide else x]
     if mask is not None: inputs.append(mask.astype(mx.bool_).view(mx.uint32 if wide else mx.uint8))
     shapes = [(*lead, L, n_words(D, n_bits)), *[(*lead, L, -(-D//group_size)) if per=='token' else (*lead, L//group_size, D)]*2]
-    return tuple(_launch(kernel, [*inputs, _params(units)], units*threads, runs, shapes, [mx.uint32, mx.float16, mx.float16]))
+    return tuple(_launch(kernel, [*inputs, int_array(units)], units*threads, runs, shapes, [mx.uint32, mx.float16, mx.float16]))
 
 # %% ../../nbs/kernels/encode.ipynb #fc13e57f
 NEAREST = r"""
@@ -404,7 +403,7 @@ def level_pack(x:mx.array, # (..., D)
     (words, load), tables = _as_words(x), levels.size//levels.shape[-1]
     kernel, lanes, runs = _level_kernel(widths, x.shape[-1], load)
     rows = x.size//x.shape[-1]//tables
-    return tuple(_launch(kernel, [words, _book(levels, b1+b2), _params(rows)], rows*lanes, runs,
+    return tuple(_launch(kernel, [words, _book(levels, b1+b2), int_array(rows)], rows*lanes, runs,
         [(*x.shape[:-1], n_words(x.shape[-1], b)) for b in (b1, b2) if b], [mx.uint32]*len(names), tables))
 
 # %% ../../nbs/kernels/encode.ipynb #afa7c1b8
@@ -490,7 +489,7 @@ def rotate_pack(x:mx.array, # (..., n, D)
     words, load = _as_words(x)
     kernel, lanes = _rotate_kernel(widths, D, load, signed)
     rows = x.size//D
-    inputs = [words, *([signs(D, seed).view(mx.uint32)] if signed else []), _book(levels, b1+b2), _params(rows)]
+    inputs = [words, *([signs(D, seed).view(mx.uint32)] if signed else []), _book(levels, b1+b2), int_array(rows)]
     return tuple(_launch(kernel, inputs, rows*lanes, 1, [*[(*x.shape[:-1], n_words(D, b)) for b in (b1, b2) if b], (*x.shape[:-1], 1)],
         [mx.uint32]*len(names)+[mx.float16]))
 
@@ -548,5 +547,5 @@ def row_unpack(words:mx.array, # (..., L, ⌈n b/32⌉) uint32
     kernel, width, runs = _unpack_kernel(n_bits, n_codes, group_size or 1, per, scaled)
     total = words.size//words.shape[-1]*width
     dtype = mx.uint32 if not scaled or width<n_codes else mx.float16
-    y, = _launch(kernel, [words, *([scale, zero] if scaled else []), _params(total)], total, runs, [(*words.shape[:-1], width)], [dtype])
+    y, = _launch(kernel, [words, *([scale, zero] if scaled else []), int_array(total)], total, runs, [(*words.shape[:-1], width)], [dtype])
     return y.view(mx.float16) if scaled else y

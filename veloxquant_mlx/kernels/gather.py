@@ -58,6 +58,6 @@ def gather_rows(x:mx.array, # (B, H, n, D), n > 0
     k, pieces = indices.shape[2], _pieces(x)
     W = pieces.shape[-1]
     if not k: return mx.zeros((B, H, 0, D), x.dtype)
-    y, = _gather_kernel(W, PIECES[pieces.dtype])(pieces, indices.astype(mx.int32), mx.array([n, k]+[0]*6, mx.int32),
+    y, = _gather_kernel(W, PIECES[pieces.dtype])(pieces, indices.astype(mx.int32), int_array(n, k),
         shapes=[(B, H, k, W)], dtypes=[pieces.dtype], grid=(-(-k*W//1024)*256, B*H, 1), threadgroup=(256, 1, 1))
     return y.view(x.dtype)
