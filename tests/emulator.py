@@ -314,6 +314,7 @@ static bool emu_any(emu::Site s, bool v) { return emu::reduce(s, (int)v, [](int 
 #define simd_any(...) emu_any(EMU_SITE("simd_any"), __VA_ARGS__)
 
 static inline uint bits(half h) { return emu_cast<ushort>(h); }
+static inline uint bits(ushort h) { return h; }
 static inline float emu_float(uint h) { // of the bits of a half
   uint sign = h>>15<<31, a = h & 0x7fff;
   if (a < 0x400) return emu_cast<float>(emu_cast<uint>(a*0x1p-24f) | sign);

@@ -55,6 +55,6 @@ class ExactCodec(Codec):
     names = ('rows',)
     def __init__(self, dim:int=None): self.dim = dim # D, which only the kernel asks for
     def no_kernel(self): return None
-    def snippet(self, arrays): return exact_rows(self.dim)
+    def snippet(self, arrays): return exact_rows(self.dim, arrays[0].dtype==mx.float16)
     def encode(self, rows:mx.array, start:int)->tuple: return (rows,)
     def decode(self, arrays:tuple, start:int)->mx.array: return arrays[0].astype(mx.float32)

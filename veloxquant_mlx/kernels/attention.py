@@ -15,7 +15,7 @@ __all__ = ['SEGMENT', 'START', 'SCORES', 'SOFTMAX', 'VALUES', 'FINISH', 'MERGE',
 
 # %% ../../nbs/kernels/attention.ipynb #4bf657b0
 import functools, math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import mlx.core as mx
 from .runtime import *
 from .snippets import *
@@ -36,6 +36,10 @@ struct Segment {
   }
   FN size_t row(int i, int origin) { return (size_t)(min(max(base + i, lo), hi - 1) - origin); }
 };
+template<class P, int N> FN void load_turns(P p, thread uint (&x)[N]) {
+  if (N % 4 == 0) { UNROLL for (int i = 0; i < N; i += 4) { const uint4 w = load4(p, i); x[i] = w.x; x[i + 1] = w.y; x[i + 2] = w.z; x[i + 3] = w.w; } }
+  else { UNROLL for (int i = 0; i < N; ++i) x[i] = p[i]; }
+}
 FN uint2 both(uint x, uint y) { uint2 r; r.x = x; r.y = y; return r; }
 template<class S> FN uint turned(uint x, S table, int i) { const uint2 turn = load2(table, i); return fma2(x, turn.x, mul2(high_halves(x, x << 16), turn.y)); }
 template<class T> FN float half_range(T x) { return min(max(float(x), -65504.f), 65504.f); }
@@ -45,13 +49,27 @@ template<int DIM, int N, int SIDE> FN int delta_cell(int i, int channel) { // wh
   const int upper = channel >= DIM / 2, at = channel - upper * (DIM / 2);
   return 2 * (at % N * 64 + (i >> 3) * 32 + (i & 7) * 4 + at / N) + upper;
 }
-// lists of M entries a token, over the channels of all heads
-template<int DIM, int N, int SIDE, int M, class I, class R, class S> FN void scatter_tokens(I indices, R rest, int row, int head, uint lane, S delta, bool on) {
-  for (int e = lane; e < 16 * M; e += 32) {
-    const int channel = (int)indices[(uint)(row * M + e)] - head * DIM;
-    if (channel >= 0 && channel < DIM) delta[delta_cell<DIM, N, SIDE>(e / M, channel)] = on ? rest[(uint)(row * M + e)] : half(0.f);
+// lists of M entries a token (an even number), over the channels of all heads: a lane holds a share of a tile's entries, two in a word
+template<int DIM, int N, int SIDE, int M> struct TokenLists {
+  enum { SHARE = (8 * M + 31) / 32 };
+  uint at[SHARE], by[SHARE];
+  template<class I, class R> FN void load(I indices, R rest, int row, uint lane) {
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      const uint e = (uint)row * M + 2 * (lane + 32 * k);
+      const bool mine = 8 * M % 32 == 0 || lane + 32 * k < 8 * M;
+      at[k] = mine ? load_half2(indices, e) : 0u; by[k] = mine ? load_half2(rest, e) : 0u;
+    }
   }
-}
+  template<class S> FN void write(int head, uint lane, S delta, bool on) {
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      if (8 * M % 32 != 0 && lane + 32 * k >= 8 * M) continue;
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const int channel = (int)(e ? at[k] >> 16 : at[k] & 0xffffu) - head * DIM;
+        if (channel >= 0 && channel < DIM) delta[delta_cell<DIM, N, SIDE>((2 * (lane + 32 * k) + e) / M, channel)] = on ? half(e ? high2(by[k]) : low2(by[k])) : half(0.f);
+      }
+    }
+  }
+};
 // lists of M entries for a block of tokens, with the first entry of every token
 template<int DIM, int N, int SIDE, int M, int BLOCK, class C, class R, class P, class S> FN void scatter_block(C channels, R rest, P pointers, int row, uint lane, S delta, bool on) {
   const int block = row / BLOCK, i = lane >> 1; const uint at = (uint)(block * (BLOCK + 1) + row % BLOCK + i);
@@ -109,6 +127,7 @@ const int KA = t * KN, KB = KD / 2 + t * KN, VC = g * VN;
 threadgroup uint s_key_table[KEY_TABLE];
 threadgroup uint s_value_table[VALUE_TABLE];
 KeyCodec key; ValueCodec value;
+KEY_LISTS VALUE_LISTS
 key.begin(K_ARRAYS s_key_table, KA, warp * 32 + (int)lane);
 value.begin(V_ARRAYS s_value_table, VC, warp * 32 + (int)lane);
 #if KEY_SPARSE || VALUE_SPARSE
@@ -116,7 +135,7 @@ threadgroup half s_delta[N_WARPS][128 * PAIRS];
 for (int i = lane; i < 128 * PAIRS; i += 32) s_delta[warp][i] = half(0.f);
 #endif
 #if ROPE
-uint q[2 * KS];
+uint q[2 * KS], turns[KN];
 threadgroup uint s_query[32 * KN];
 threadgroup uint s_turn[128 * KN];
 for (int i = warp * 32 + lane; i < 32 * KN; i += N_WARPS * 32) {
@@ -155,7 +174,7 @@ int u = (int)((long)n_unit * split / n_split) + warp, sub = 0;
 Segment now;
 if (u < u_end) {
   now.find(params + SEGMENTS, u, UNIT);
-  if (now.key == 0) key.load(K_ARRAYS now.base - now.key_origin + g, KA);
+  if (now.key == 0) KEY_LOAD(now.base - now.key_origin);
 }
 #if ROPE
 #define QUERY(s) both(q[2 * (s)], q[2 * (s) + 1])
@@ -183,7 +202,7 @@ SCORES = r"""
     UNROLL for (int e = 0; e < 2; ++e) {
       if (B_PAIRED && e) { r[1] = r[0]; continue; }
       const uint x = s_query[i * 32 + b_n(lane, e) * 4 + (b_k(lane, e) >> 1)];
-      const uint turn = now.key == 0 ? k_coarse_h[(uint)(k_row / 16 * (KD / 2) + (b_k(lane, e) >> 1) * KN + i)] : 0x00003c00u; // cosine and sine; exact rows have been turned already
+      const uint turn = now.key == 0 ? turns[i] : 0x00003c00u; // cosine and sine; exact rows have been turned already
       r[e] = fma2(x, low_halves(turn, turn), mul2(high_halves(x, x << 16), high_halves(turn, turn ^ 0x80000000u)));
     }
     q[i] = B_PAIRED ? r[0] : b_k(lane, 0) & 1 ? high_halves(r[0], r[1]) : low_halves(r[0], r[1]);
@@ -207,7 +226,7 @@ SCORES = r"""
 #endif
   float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
   if (now.key == 0) key.unpack();
-  if (now.value == 0) value.load(V_ARRAYS v_row + 2 * t, VC);
+  if (now.value == 0) VALUE_LOAD(v_row);
   if (now.key == 0) {
 #if KEY_SPARSE
     KEY_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -289,7 +308,7 @@ SOFTMAX = r"""
 # %% ../../nbs/kernels/attention.ipynb #7d826d5c
 VALUES = r"""
   if (now.value == 0) value.unpack();
-  if (u < u_end && next.key == 0) key.load(K_ARRAYS next.base - next.key_origin + g, KA);
+  if (u < u_end && next.key == 0) KEY_LOAD(next.base - next.key_origin);
   if (now.value == 0) {
 #if VALUE_SPARSE
     VALUE_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -459,10 +478,14 @@ def _side_constants(side, snippet, dim, n, index)->dict:
     if snippet.sparse: pair = f'add2({pair}, load_half2(s_delta[warp], 2 * ((j) * 64 + (w) * 32 + cell)))'
     if snippet.rope: pair = f'turned({pair}, s_turn, 2 * ((j) * 64 + (w) * 32 + cell))'
     row, m = f'{p}_row, lane, s_delta[warp], on', snippet.n_sparse
-    scatter = dict(token=f'scatter_tokens<{dim}, {n}, {index}, {m}>({p}_indices_h, {p}_rest_h, {p}_row, bh % n_head, lane, s_delta[warp], on)',
+    scatter = dict(token=f'{name}_lists.write(bh % n_head, lane, s_delta[warp], on)',
         block=f'scatter_block<{dim}, {n}, {index}, {m}, {snippet.block}>({p}_channels_h, {p}_rest_h, {p}_pointers_h, {row})').get(snippet.sparse, '')
+    lists = f'{name}_lists.load({p}_indices_h, {p}_rest_h, row, lane);' if snippet.sparse=='token' else ''
+    turns = 'load_turns(k_coarse_h + (uint)((row) / 16 * (KD / 2) + (b_k(lane, 0) >> 1) * KN), turns);' if snippet.rope else ''
     return {f'{side}_UNIT':snippet.unit, f'{side}_TABLE':max(1, snippet.table), f'{side}_RANK':snippet.rank, f'{side}_SPARSE':int(bool(snippet.sparse)),
-        f'{side}_PAIR(w, j)':pair, f'{side}_SCATTER(on)':scatter}
+        f'{side}_PAIR(w, j)':pair, f'{side}_SCATTER(on)':scatter,
+        f'{side}_LISTS':f'TokenLists<{dim}, {n}, {index}, {m}> {name}_lists;' if snippet.sparse=='token' else '',
+        f'{side}_LOAD(row)':f"{{ {name}.load({side[0]}_ARRAYS (row) + {'2 * t, VC' if index else 'g, KA'}); {lists} {turns} }}"}
 
 # %% ../../nbs/kernels/attention.ipynb #a3992d9e
 N_PROCESSORS = 132

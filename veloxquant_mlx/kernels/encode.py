@@ -283,9 +283,6 @@ THREADS = 256 # of a threadgroup
 # %% ../../nbs/kernels/encode.ipynb #e38da28b
 def _defines(**values): return ''.join(f'#define {k} {v}\n' for k,v in values.items())
 
-# %% ../../nbs/kernels/encode.ipynb #f2bc7d97
-@functools.lru_cache(maxsize=256)
-
 # %% ../../nbs/kernels/encode.ipynb #1a6e9468
 def _launch(kernel, inputs, threads, runs, shapes, dtypes, height=1)->list:
     "As many threadgroups as `threads` need; nothing to do for no rows"

@@ -15,14 +15,14 @@ import functools, hashlib
 from contextlib import contextmanager
 import mlx.core as mx
 
-# %% ../../nbs/kernels/runtime.ipynb #dbdf3d2b
+# %% ../../nbs/kernels/runtime.ipynb #57950eb8
 CUDA = r"""
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 #define FN __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define thread
-#define threadgroup __shared__
+#define threadgroup __shared__ __align__(16)
 #define threadgroup_position_in_grid blockIdx
 #define thread_position_in_threadgroup threadIdx
 #define thread_index_in_simdgroup (threadIdx.x & 31)
@@ -44,6 +44,7 @@ FN uint pack2(float lo, float hi) { uint d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" :
 FN float low2(uint x) { return __half2float(__ushort_as_half((ushort)x)); }
 FN float high2(uint x) { return __half2float(__ushort_as_half((ushort)(x >> 16))); }
 FN uint bits(half x) { return __half_as_ushort(x); }
+FN uint bits(ushort x) { return x; }
 FN uint low_halves(uint a, uint b) { return __byte_perm(a, b, 0x5410); }
 FN uint high_halves(uint a, uint b) { return __byte_perm(a, b, 0x7632); }
 FN uint funnel(uint lo, uint hi, uint s) { return __funnelshift_r(lo, hi, s); }
@@ -70,7 +71,7 @@ FN void mma(float (&c)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1)
 }
 """
 
-# %% ../../nbs/kernels/runtime.ipynb #2999e9a0
+# %% ../../nbs/kernels/runtime.ipynb #54a9e890
 METAL = r"""
 #include <metal_stdlib>
 #include <metal_simdgroup_matrix>
@@ -86,13 +87,14 @@ FN uint pack2(float lo, float hi) { return as_type<uint>(half2(half(lo), half(hi
 FN float low2(uint x) { return float(as_type<half2>(x).x); }
 FN float high2(uint x) { return float(as_type<half2>(x).y); }
 FN uint bits(half x) { return as_type<ushort>(x); }
+FN uint bits(ushort x) { return x; }
 FN uint low_halves(uint a, uint b) { return (a & 0xffffu) | (b << 16); }
 FN uint high_halves(uint a, uint b) { return (a >> 16) | (b & 0xffff0000u); }
 FN uint and_or(uint x, uint mask, uint y) { return (x & mask) | y; }
 FN uint funnel(uint lo, uint hi, uint s) { return uint(((ulong(hi) << 32) | ulong(lo)) >> s); }
 template<class P> FN uint2 load2(P p, size_t i) { return uint2(p[i], p[i + 1]); }
 template<class P> FN uint4 load4(P p, size_t i) { return uint4(p[i], p[i + 1], p[i + 2], p[i + 3]); }
-template<class P> FN uint load_half2(P p, size_t i) { return as_type<uint>(half2(p[i], p[i + 1])); }
+template<class P> FN uint load_half2(P p, size_t i) { return bits(p[i]) | (bits(p[i + 1]) << 16); }
 FN int frag_row(uint lane) { return ((lane >> 2) & 4) + ((lane >> 1) & 3); }
 FN int frag_col(uint lane) { return ((lane >> 2) & 2) + (lane & 1); }
 FN int b_k(uint lane, int e) { return frag_row(lane); }

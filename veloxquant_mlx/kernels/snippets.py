@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/kernels/snippets.html.md"""
 
 # %% auto #0
 __all__ = ['PAIR_CODES', 'PER_TOKEN', 'PER_CHANNEL', 'LEVELS', 'EXACT_ROWS', 'NO_CODES', 'Array', 'Snippet', 'affine_arrays',
-           'per_token', 'per_channel', 'table_words', 'exact_rows']
+           'per_token', 'per_channel', 'table_words']
 
 # %% ../../nbs/kernels/snippets.ipynb #652b290f
 import functools
@@ -171,9 +171,9 @@ def table_words(n_bits:int)->int: # code width b
     "Words of shared memory for a table of levels"
     return 2**n_bits if n_bits>4 else 4**n_bits
 
-# %% ../../nbs/kernels/snippets.ipynb #ff17f61c
+# %% ../../nbs/kernels/snippets.ipynb #520640ee
 EXACT_ROWS = r"""
-template<int DIM, int N, int SIDE> struct ExactRows {
+template<int DIM, int N, int SIDE> struct ExactRows { // of any type
   uint x[2][N];
   template<class P, class T> FN void begin(P rows, T table, int channel, int thread_index) {}
   template<class P> FN void unit(P rows, int row, int channel) {}
@@ -186,13 +186,20 @@ template<int DIM, int N, int SIDE> struct ExactRows {
   FN void unpack() {}
   template<class T> FN uint pair(int w, int j, T table) { return x[w][j]; }
 };
+template<int DIM, int N, int SIDE> struct HalfRows { // of half numbers, an even number a lane
+  uint a[2][N / 2], b[2][N / 2];
+  template<class P, class T> FN void begin(P rows, T table, int channel, int thread_index) {}
+  template<class P> FN void unit(P rows, int row, int channel) {}
+  template<class P> FN void load(P rows, int row, int channel) {
+    auto first = rows + (size_t)row * DIM + channel;
+    UNROLL for (int w = 0; w < 2; ++w) { UNROLL for (int k = 0; k < N / 2; ++k) {
+      a[w][k] = load_half2(first, 8 * w * DIM + 2 * k); b[w][k] = load_half2(first, 8 * w * DIM + (SIDE ? DIM : DIM / 2) + 2 * k);
+    } }
+  }
+  FN void unpack() {}
+  template<class T> FN uint pair(int w, int j, T table) { return j & 1 ? high_halves(a[w][j >> 1], b[w][j >> 1]) : low_halves(a[w][j >> 1], b[w][j >> 1]); }
+};
 """
-
-# %% ../../nbs/kernels/snippets.ipynb #9f05ce89
-@functools.cache
-def exact_rows(dim:int)->Snippet: # D
-    "Snippet of rows of any floating-point dtype"
-    return Snippet((Array('rows', dim),), (EXACT_ROWS,), 'ExactRows<{dim}, {n}, {side}>')
 
 # %% ../../nbs/kernels/snippets.ipynb #ea19e68b
 NO_CODES = Snippet((), (r"""

@@ -243,9 +243,10 @@ def gear_snippet(base:Snippet, # of the codes
         block=(Array('channels', n_sparse), Array('rest', n_sparse), Array('pointers', block+1))).get(sparse, ())
     return replace(base, arrays=(*base.arrays, *low, *lists), n_own=len(base.arrays), block=block, rank=rank, sparse=sparse, n_sparse=n_sparse)
 
-# %% ../../nbs/methods/gear.ipynb #d8ae405f
+# %% ../../nbs/methods/gear.ipynb #da01abc6
 @patch
 def no_kernel(self:GEARCodec):
+    if self.fraction and self.dim>128: return f"head dimension {self.dim} is above 128"
     return f"rank {self.rank} is more than 16" if self.rank>16 else f"groups of {self.group_size} are no multiple of 16" if self.group_size%16 else None
 @patch
 def snippet(self:GEARCodec, arrays)->Snippet:

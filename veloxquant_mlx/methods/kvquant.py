@@ -302,18 +302,26 @@ def formula_nbytes(self:KVQuantCache, T:int)->float:
     exact = H*(T-n)*(D+D_v)*self.exact_itemsize
     return B*(n*packed+exact+e*(8*H*D+4*4*2**b))
 
-# %% ../../nbs/methods/kvquant.ipynb #34db1b04
+# %% ../../nbs/methods/kvquant.ipynb #8132e801
 NUQ = r"""
 template<int BITS, int DIM, int N, int SIDE> struct NUQKeys {
-  PairCodes<BITS, DIM, N, SIDE> c; uint s[N], z[N];
+  enum { LEVELS = BITS > 4 ? 1 << BITS : 1 << 2 * BITS }; // words of the table before the scales and zeros of channel pairs
+  PairCodes<BITS, DIM, N, SIDE> c; int column;
   template<class W, class F, class L, class T> FN void begin(W words, F zero, F scale, L levels, T table, int channel, int thread_index) {
     fill_levels<BITS>(levels, table, thread_index, 32 * N_WARPS);
-    UNROLL for (int j = 0; j < N; ++j) { s[j] = pack2(scale[channel + j], scale[channel + DIM / 2 + j]); z[j] = pack2(zero[channel + j], zero[channel + DIM / 2 + j]); }
+    column = channel / N;
+    for (int i = thread_index; i < DIM / 2; i += 32 * N_WARPS) {
+      const int at = LEVELS + 2 * (i % N * 4 + i / N);
+      table[at] = pack2(scale[i], scale[i + DIM / 2]); table[at + 1] = pack2(zero[i], zero[i + DIM / 2]);
+    }
   }
   template<class W, class F, class L> FN void unit(W words, F zero, F scale, L levels, int row, int channel) {}
   template<class W, class F, class L> FN void load(W words, F zero, F scale, L levels, int row, int channel) { c.load(words, row, channel); }
   FN void unpack() { c.unpack(); }
-  template<class T> FN uint pair(int w, int j, T table) { return fma2(level_pair<BITS>(c.codes(w, j), table), s[j], z[j]); }
+  template<class T> FN uint pair(int w, int j, T table) {
+    const uint2 both = load2(table, LEVELS + 2 * (j * 4 + column));
+    return fma2(level_pair<BITS>(c.codes(w, j), table), both.x, both.y);
+  }
 };
 template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
   PairCodes<BITS, DIM, N, SIDE> c; uint s[4], z[4];
@@ -328,7 +336,7 @@ template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
 };
 """
 
-# %% ../../nbs/methods/kvquant.ipynb #f26e08eb
+# %% ../../nbs/methods/kvquant.ipynb #cee001b4
 @functools.cache
 def nuq_snippet(side:str, # 'Keys' or 'Values'
     n_bits:int, # b
@@ -341,7 +349,7 @@ def nuq_snippet(side:str, # 'Keys' or 'Values'
     own = Array('codes', n_words(dim, n_bits), itemsize=4), *scales, Array('levels', 2**n_bits, 'batch', by_token=False)
     lists = (Array('indices', n_sparse, 'batch'), Array('rest', n_sparse, 'batch')) if n_sparse else ()
     angles = (Array('fine', dim, 'all'), Array('coarse', dim//2, 'all')) if rope else ()
-    return Snippet((*own, *lists, *angles), (PAIR_CODES, LEVELS, NUQ), f'NUQ{side}<{n_bits}, {{dim}}, {{n}}, {{side}}>', n_own=len(own), table=table_words(n_bits),
+    return Snippet((*own, *lists, *angles), (PAIR_CODES, LEVELS, NUQ), f'NUQ{side}<{n_bits}, {{dim}}, {{n}}, {{side}}>', n_own=len(own), table=table_words(n_bits)+(dim if side=='Keys' else 0),
         sparse='token' if n_sparse else '', n_sparse=n_sparse, rope=rope)
 
 # %% ../../nbs/methods/kvquant.ipynb #ede45c45
@@ -355,10 +363,11 @@ def turn_tables(rope:RopeParams, start:int, # position of the first packed row
     coarse = mx.stack(cos_sin(replace(rope, scale=16*rope.scale), (start-origin)//16, -(-n//16)), axis=-1).astype(mx.float16)
     return fine, coarse.view(mx.uint32).squeeze(-1)
 
-# %% ../../nbs/methods/kvquant.ipynb #7f6f3f47
+# %% ../../nbs/methods/kvquant.ipynb #c21153d0
 @patch
 def no_kernel(self:NUQCodec):
     if self.refit: return "tables differ from epoch to epoch"
+    if self.dim>128: return f"head dimension {self.dim} is above 128"
     rope = getattr(self, 'rope', None)
     if rope and (rope.traditional or rope.dims!=self.dim): return "RoPE turns other pairs of channels than d and d + D/2"
 @patch
