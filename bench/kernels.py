@@ -180,7 +180,7 @@ class Bench:
     def fp16_rows(self, B, T):
         def call(q, k, v):
             if not self.kernels: return attend_rows(q, *k, *v, SCALE)
-            return decode_attention(q, *(Side(D, exact_rows(D), tuple(o), 0, T) for o in (k, v)), SCALE, dtype=mx.float16)[0]
+            return decode_attention(q, *(Side(D, exact_rows(D, True), tuple(o), 0, T) for o in (k, v)), SCALE, dtype=mx.float16)[0]
         self.row('fp16 rows', B, T, lambda: (query(B), [rows(B, T)], [rows(B, T)]), call, attention_error)
 
     def affine(self, B, T, bits):

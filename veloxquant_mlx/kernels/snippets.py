@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/kernels/snippets.html.md"""
 
 # %% auto #0
 __all__ = ['PAIR_CODES', 'PER_TOKEN', 'PER_CHANNEL', 'LEVELS', 'EXACT_ROWS', 'NO_CODES', 'Array', 'Snippet', 'affine_arrays',
-           'per_token', 'per_channel', 'table_words']
+           'per_token', 'per_channel', 'table_words', 'exact_rows']
 
 # %% ../../nbs/kernels/snippets.ipynb #652b290f
 import functools
@@ -200,6 +200,14 @@ template<int DIM, int N, int SIDE> struct HalfRows { // of half numbers, an even
   template<class T> FN uint pair(int w, int j, T table) { return j & 1 ? high_halves(a[w][j >> 1], b[w][j >> 1]) : low_halves(a[w][j >> 1], b[w][j >> 1]); }
 };
 """
+
+# %% ../../nbs/kernels/snippets.ipynb #1cdfd696
+@functools.cache
+def exact_rows(dim:int, # D
+    half:bool=False # float16, which is read faster
+)->Snippet:
+    "Snippet of rows of any floating-point dtype"
+    return Snippet((Array('rows', dim, by_token=half),), (EXACT_ROWS,), f"{'Half' if half and dim%16==0 else 'Exact'}Rows<{{dim}}, {{n}}, {{side}}>")
 
 # %% ../../nbs/kernels/snippets.ipynb #ea19e68b
 NO_CODES = Snippet((), (r"""
