@@ -51,8 +51,7 @@ CASES = [
     kvquant(rope=RopeParams(64)), kvquant(B=2, value_dim=80), kvquant(2, kvquant_outlier_fraction=0., kvquant_n_sink=0, rope=RopeParams(64, base=5e5, scale=.25)),
     kvquant(5, dim=80, n_rep=4, rope=RopeParams(80), kvquant_n_sink=5)]
 ONE = list({c.method: c for c in reversed(CASES)}.values())[::-1] # the first of each method
-cases, one = (pytest.mark.parametrize('case', o, ids=str) for o in (CASES, ONE))
-layouts = pytest.mark.parametrize('layout', ['cuda', 'metal'])
+one = pytest.mark.parametrize('case', ONE, ids=str)
 
 def draw(case, n, seed, dtype=mx.float16, H=2):
     "q, k, v of n tokens; some channels are large, some numbers stand out"
@@ -129,6 +128,7 @@ def test_same_outputs(case, layout):
     p(draw(case, 1, 10))
     p.trim(31)
     for i,n in enumerate([1, 3, 1]): p(draw(case, n, 20+i))
+    if case not in ONE: return
     p.trim(p.fused.offset-7)
     for i,n in enumerate([1, 2]): p(draw(case, n, 30+i))
 
@@ -136,7 +136,7 @@ def test_same_outputs(case, layout):
 @pytest.mark.parametrize('dtype', [mx.float32, mx.bfloat16])
 def test_dtypes(case, dtype):
     p = Pair(case)
-    for i,n in enumerate([140, 1, 2]): p(draw(case, n, i, dtype))
+    for i,n in enumerate([140, 1]): p(draw(case, n, i, dtype))
 
 @one
 def test_without_fused_sdpa(case):
@@ -144,8 +144,7 @@ def test_without_fused_sdpa(case):
     p = Pair(case, fused_sdpa=False)
     for i,n in enumerate([140, 1, 5, 1]): p(draw(case, n, i))
 
-@layouts
-@one
+@pytest.mark.parametrize('case,layout', list(zip(ONE, ['cuda', 'metal']*len(ONE))), ids=str)
 def test_sliding_window(case, layout):
     "Buffers are cut at the front in the course of it"
     p = Pair(case, layout, sliding_window=24)
@@ -191,8 +190,8 @@ def test_chunks_do_not_matter(case):
         assert_same_storage(whole, parts, False)
 
 @one
-def test_no_model_width_is_a_copy(case):
-    "Steps run the two attention kernels and those that encode: nothing else is launched, and nothing is launched twice"
+def test_launches_of_a_step(case):
+    "The two attention kernels once, and at most one that encodes for each side"
     inner, names = emulated(), []
     def launch(kernel, *args):
         names.append(kernel.name)

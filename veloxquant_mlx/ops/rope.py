@@ -53,7 +53,7 @@ def cos_sin(rope:RopeParams, offset:int, # position of the first row
     "The numbers that `mx.fast.rope` turns with, read off its answer to unit vectors"
     half = rope.dims//2
     first = [1,0]*half if rope.traditional else [1]*half+[0]*half
-    y = rope.rotate(mx.broadcast_to(mx.array(first, mx.float32), (1,1,n,rope.dims)), offset)[0,0]
+    y = rope.rotate(mx.contiguous(mx.broadcast_to(mx.array(first, mx.float32), (1,1,n,rope.dims))), offset)[0,0]
     return tuple(mx.contiguous(o) for o in ((y[:, ::2], y[:, 1::2]) if rope.traditional else (y[:, :half], y[:, half:])))
 _last_cos_sin = functools.lru_cache(maxsize=1)(cos_sin)
 
