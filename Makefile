@@ -32,7 +32,7 @@ demo: $(STAMP) ## compress the cache of the embedded model and compare it with f
 
 test: $(STAMP) ## notebooks, modules, README and site in step; lint; all notebooks and tests
 	$(BIN)/python tools/sync.py
-	$(BIN)/ruff check conftest.py setup.py tests tools veloxquant_mlx
+	$(BIN)/ruff check bench conftest.py setup.py tests tools veloxquant_mlx
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: $(STAMP) ## build the site in _docs (needs Quarto 1.10 on the PATH)

@@ -15,7 +15,7 @@ __all__ = ['SEGMENT', 'START', 'SCORES', 'SOFTMAX', 'VALUES', 'FINISH', 'MERGE',
 
 # %% ../../nbs/kernels/attention.ipynb #4bf657b0
 import functools, math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 import mlx.core as mx
 from .runtime import *
 from .snippets import *
