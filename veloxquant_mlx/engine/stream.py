@@ -49,8 +49,8 @@ def rows(self:Rows, lo:int=0, hi:int|None=None)->mx.array: # (..., hi-lo, W)
 # %% ../../nbs/engine/stream.ipynb #d23fc7bf
 @patch
 def cut(self:Rows, lo:int, hi:int):
-    "Keep rows lo to hi only; freeing at the front copies, so that the old buffer can go"
-    if lo: self.buffer = mx.contiguous(self.buffer[..., lo:hi, :])
+    "Keep rows lo to hi only; freeing at the front copies, with the room behind the last row, so that the old buffer can go"
+    if lo: self.buffer = mx.contiguous(self.buffer[..., lo:, :])
     self.n = hi-lo
 
 # %% ../../nbs/engine/stream.ipynb #3498a49a

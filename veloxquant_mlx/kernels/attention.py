@@ -95,7 +95,7 @@ class Side:
     def n_heads(self): return next(o.shape[1] for o in (self.tail, self.sink, *self.packed) if o is not None)
     @property
     def exact(self): # two arrays, even if only one of them holds rows
-        some = [o for o in (self.sink, self.tail) if o is not None and o.shape[2]]
+        some = [o for o in (self.sink, self.tail) if o is not None and o.shape[2]] or [self.packed[0]] # never read
         return [self.sink if self.sink is not None and self.sink.shape[2] else some[0], some[-1]]
     def source(self, position)->tuple: # 0 packed, 1 first rows, 2 newest rows; and the position of its row 0
         return (0, self.origin) if self.origin<=position<self.end else (1, 0) if position<self.origin else (2, self.end)
@@ -160,7 +160,7 @@ for (int i = warp; i < 2 * KS; i += N_WARPS) {
 }
 #endif
 threadgroup_barrier(mem_flags::mem_threadgroup);
-float o[VS][4], top[2] = {-1e30f, -1e30f}, under[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}; int last[2];
+float o[VS][4], top[2] = {-2e38f, -2e38f}, under[2] = {-2e38f, -2e38f}, sum[2] = {0.f, 0.f}; int last[2];
 UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int e = 0; e < 4; ++e) o[j][e] = 0.f; }
 UNROLL for (int e = 0; e < 2; ++e) last[e] = n_token - n_query + (row0 + 2 * t + e) % n_query;
 #if KEY_RANK
@@ -367,7 +367,7 @@ if (g == 0) { UNROLL for (int e = 0; e < 2; ++e) { s_top[warp][2 * t + e] = top[
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float factor[2];
 UNROLL for (int e = 0; e < 2; ++e) {
-  float all = -1e30f;
+  float all = -2e38f;
   UNROLL for (int w = 0; w < N_WARPS; ++w) all = max(all, s_top[w][2 * t + e]);
   factor[e] = fast_exp2(top[e] - all);
 }
@@ -384,7 +384,7 @@ for (int i = warp * 32 + lane; i < 8 * VD; i += N_WARPS * 32) {
   if (row0 + r < rows) part_out[(((size_t)bh * rows + row0 + r) * n_split + split) * VD + i % VD] = s_out[r][i % VD];
 }
 if (warp == 0 && lane < 8 && row0 + (int)lane < rows) {
-  float all = -1e30f, l = 0.f;
+  float all = -2e38f, l = 0.f;
   UNROLL for (int w = 0; w < N_WARPS; ++w) all = max(all, s_top[w][lane]);
   UNROLL for (int w = 0; w < N_WARPS; ++w) l += s_sum[w][lane] * fast_exp2(s_top[w][lane] - all);
   const size_t at = ((size_t)bh * rows + row0 + lane) * n_split + split;
@@ -405,7 +405,7 @@ UNROLL for (int k = 0; k < FIRST; ++k) { // all reads begin before the first res
   w[k] = s < n_split ? part_top[first + s] : -3e38f;
   UNROLL for (int i = 0; i < CHUNKS; ++i) x[k][i] = s < n_split && (VD % 32 == 0 || i * 32 + (int)lane < VD) ? part_out[(first + s) * VD + i * 32 + lane] : 0.f;
 }
-float all = -1e30f, l = 0.f, y[CHUNKS];
+float all = -2e38f, l = 0.f, y[CHUNKS];
 for (int s = lane; s < n_split; s += 32) { // an online sum for each lane
   const float top = part_top[first + s], sum = part_sum[first + s], m = max(all, top);
   l = l * fast_exp2(all - m) + sum * fast_exp2(top - m);
@@ -597,10 +597,9 @@ def decode_attention(queries:mx.array, # (B, H_q, L, D)
     mask, strides = (None, (0, 0, 0)) if mask is None else _mask_array(mask)
     causal_end = hi+L if mask is not None else n_token or hi # a mask says it all
     key, value = keys.snippet or NO_CODES, values.snippet or NO_CODES
-    unit = unit_of(key, value)
     for s in (keys, values):
-        if s.packed and s.packed[0].shape[-2]%unit: raise ValueError(f"packed arrays need room for whole tiles of {unit} tokens (got {s.packed[0].shape[-2]} rows)")
-    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit, n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
+        if s.packed and s.packed[0].shape[-2]%16: raise ValueError(f"packed arrays need room for whole tiles of 16 tokens (got {s.packed[0].shape[-2]} rows)")
+    todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit_of(key, value), n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
     inputs = [queries, float_array(scale*math.log2(math.e)), todo.params, *keys.packed, *values.packed]
     if todo.exact: inputs += [*keys.exact, *values.exact]
     if mask is not None: inputs.append(mask)
