@@ -40,6 +40,7 @@ class CompressedCache(KVCache):
     version = 1 # of the saved form
     meta_state = '' # older versions of mlx-lm keep it beside the state
     step = 256 # rows that buffers grow by
+    first = 0 # position of the first stored row
     to_quantized, merge = Hidden(), Hidden()
 
 # %% ../../nbs/engine/base.ipynb #77a956e6
@@ -54,6 +55,7 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self.model = 'the model'
     self._handles, self._kept, self._attended = None, None, True
     self._before = 0 # tokens seen before the current call
+    self._single = self._hooked = False # the last call had one token; it and the one before were answered by the hook
     self._warning = None # to be given when the current update is complete
     self.kernels = kernels_on(self.config.use_metal_kernels, self.method)
     install()
@@ -149,6 +151,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     if not self.shape:
         self.shape, self.source_dtype = (*keys.shape[:2], keys.shape[3], values.shape[3]), keys.dtype
         self.config = layer_config(self.config, head_dim=keys.shape[3])
+    self._hooked, self._single = L==1 and self._single and self._attended, L==1
     self._before, self.offset, self._attended = self.offset, self.offset+L, False
     if self.config.observers: self._observe(keys.shape, start)
     if self._warning:
@@ -164,6 +167,7 @@ def _make_handles(self:CompressedCache, live # (keys, values) of the call, or No
     self._handles, self._kept = None, None
     if live is not None and not self._before: rows = live
     elif live is not None: rows = [mx.concatenate([cast_finite(self.dense(s, self._before), o.dtype), o], axis=2) for s,o in zip('kv', live)]
+    elif self.kernels and self._hooked: rows = [mx.broadcast_to(mx.array(mx.nan, self.source_dtype), (*self.shape[:2], self.offset-self.first, d)) for d in self.shape[2:]]
     else: rows = [cast_finite(self.dense(s, self.offset), self.source_dtype) for s in 'kv']
     if live is not None: rows = mx.depends(list(rows), self.payload())
     handles = tuple(make_handle(r, self, s, o) for r,s,o in zip(rows, 'kv', live or (None, None)))

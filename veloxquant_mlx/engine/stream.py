@@ -212,7 +212,7 @@ def drop(self:Stream, first:int): # oldest position that is still needed
     unit = math.lcm(self.block, 256) # buffers stay whole multiples of a kernel's tile
     new = min((first-self.n_sink)//unit*unit, self.n_packed//unit*unit)
     if new<=self.dropped: return
-    for o,(p,q) in zip(self.packed, self.rates): o.cut((new-self.dropped)*p//q, o.n)
+    for o,(p,q) in zip(self.packed, self.rates): o.cut((new-self.dropped)*p//q, (self.n_packed-self.dropped)*p//q)
     self.dropped, self.sink = new, None
     self.codec.forget(new)
 

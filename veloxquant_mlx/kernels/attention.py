@@ -285,7 +285,7 @@ SOFTMAX = r"""
     else if (n < rows) c[i] += 1.44269504f * mask[(size_t)(bh / n_head) * params[8] + (size_t)((bh % n_head) * (rows / n_query) + n / n_query) * params[9] + (size_t)(n % n_query) * params[10] + pos - params[11]];
 #endif
 #if WITH_SCORES
-    if (c[i] > -3e38f && n < rows) scores[((size_t)bh * rows + n) * params[12] + pos - params[11]] = c[i] * 0.69314718f;
+    if (pos >= now.lo && pos < now.hi && n < rows) scores[((size_t)bh * rows + n) * params[12] + pos - params[11]] = c[i] > -2e38f ? c[i] * 0.69314718f : -3e38f;
 #endif
   } }
   float hi0 = max(c[0], c[2]), hi1 = max(c[1], c[3]);
@@ -597,6 +597,7 @@ def decode_attention(queries:mx.array, # (B, H_q, L, D)
     mask, strides = (None, (0, 0, 0)) if mask is None else _mask_array(mask)
     causal_end = hi+L if mask is not None else n_token or hi # a mask says it all
     key, value = keys.snippet or NO_CODES, values.snippet or NO_CODES
+    if keys.packed and values.packed and (keys.origin-values.origin)%16: raise ValueError(f"packed keys and values must begin a multiple of 16 tokens apart (got positions {keys.origin} and {values.origin})")
     for s in (keys, values):
         if s.packed and s.packed[0].shape[-2]%16: raise ValueError(f"packed arrays need room for whole tiles of 16 tokens (got {s.packed[0].shape[-2]} rows)")
     todo = plan(k, v, lo, hi, causal_end, (B, H, H_q//H*L, L), strides, unit_of(key, value), n_warps, N_PROCESSORS*groups_per_processor(key, value, max(D, D_v)))
