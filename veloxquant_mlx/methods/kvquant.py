@@ -87,7 +87,7 @@ class NUQCodec(Codec):
     "Levels fitted per layer, outliers kept apart; subclasses say how numbers are normalised"
     def __init__(self, n_bits:int, fraction:float, n_iters:int, n_fit:int, refit:int):
         self.n_bits, self.fraction, self.n_iters, self.n_fit, self.refit = n_bits, fraction, n_iters, n_fit, refit
-        self.tables, self.first_epoch = (), 0 # (epochs, B, …) arrays, and the epoch of the first of them
+        self.tables, self.first_epoch, self.origin = (), 0, 0 # (epochs, B, …) arrays; the epoch of the first of them; tokens before the first packed one
     names = property(lambda self: ('codes',)+(('indices', 'rest') if self.fraction else ())+self.scale_names)
     scale_names = ()
 
@@ -167,6 +167,20 @@ def _fit_tables(self:NUQCodec, x, z, s)->tuple: # levels for coding and decoding
     levels, decode = (mx.array(np.stack(o)) for o in zip(*both))
     return levels, as_half(decode)
 
+# %% ../../nbs/methods/kvquant.ipynb #2d170cd1
+@patch
+def encode(self:NUQCodec, rows, start)->tuple:
+    "Codes, outliers and the subclass's scales"
+    at, out = start-self.origin, []
+    for e,a,b in self.epoch_spans(at, rows.shape[2]): out.append(self.encode_epoch(rows[..., a-at:b-at, :].astype(mx.float32), a+self.origin, *self.epoch_tables(e)))
+    return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
+@patch
+def decode(self:NUQCodec, arrays, start)->mx.array:
+    "Inverse of `encode`"
+    at, out = start-self.origin, []
+    for e,a,b in self.epoch_spans(at, arrays[0].shape[2]): out.append(self.decode_epoch([o[..., a-at:b-at, :] for o in arrays], *self.epoch_tables(e)))
+    return mx.concatenate(out, axis=2) if len(out)>1 else out[0]
+
 # %% ../../nbs/methods/kvquant.ipynb #88d0e6f2
 class NUQKeyCodec(NUQCodec):
     "Per-channel ranges, before RoPE"
@@ -185,28 +199,19 @@ def fit_epoch(self:NUQKeyCodec, rows, start)->tuple: # z and s (B, C), levels tw
 
 # %% ../../nbs/methods/kvquant.ipynb #7cd61563
 @patch
-def encode(self:NUQKeyCodec, rows, start)->tuple:
-    H, out = rows.shape[1], []
-    for e,a,b in self.epoch_spans(start-self.origin, rows.shape[2]):
-        lo = a+self.origin-start
-        x = side_by_side(invert_rope(rows[..., lo:lo+b-a, :], self.rope, a+self.origin))
-        z, s, levels, decode = self.epoch_tables(e)
-        codes, *outliers = self.code_rows(x, z[:, None], s[:, None], levels, decode)
-        out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers))
-    return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
+def encode_epoch(self:NUQKeyCodec, rows, start, z, s, levels, decode)->tuple:
+    codes, *outliers = self.code_rows(side_by_side(invert_rope(rows, self.rope, start)), z[:, None], s[:, None], levels, decode)
+    return pack_codes(per_head(codes, rows.shape[1]), self.n_bits), *outliers
 
 # %% ../../nbs/methods/kvquant.ipynb #b2524bc9
 @patch
-def decode(self:NUQKeyCodec, arrays, start)->mx.array:
+def decode_epoch(self:NUQKeyCodec, arrays, z, s, levels, decode)->mx.array:
     words, *outliers = arrays
-    H, out = words.shape[1], []
-    D = self.tables[0].shape[-1]//H
-    for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
-        part = slice(a+self.origin-start, b+self.origin-start)
-        z, s, _, decode = self.epoch_tables(e)
-        z, s = (o.reshape(-1, H, 1, D) for o in (z, s))
-        out.append(self.decode_rows(words[..., part, :], z, s, decode, D, *(o[:, part] for o in outliers)))
-    return apply_rope(mx.concatenate(out, axis=2) if len(out)>1 else out[0], self.rope, start)
+    H = words.shape[1]
+    z, s = (o.reshape(-1, H, 1, o.shape[-1]//H) for o in (z, s))
+    return self.decode_rows(words, z, s, decode, z.shape[-1], *outliers)
+@patch
+def decode(self:NUQKeyCodec, arrays, start)->mx.array: return apply_rope(super(NUQKeyCodec, self).decode(arrays, start), self.rope, start)
 
 # %% ../../nbs/methods/kvquant.ipynb #ba6c9f0e
 class NUQValueCodec(NUQCodec):
@@ -234,25 +239,18 @@ def fit_epoch(self:NUQValueCodec, rows, start)->tuple: # levels twice (B, 2^b)
 
 # %% ../../nbs/methods/kvquant.ipynb #a0a6bfdc
 @patch
-def encode(self:NUQValueCodec, rows, start)->tuple:
-    H, out = rows.shape[1], []
-    for e,a,b in self.epoch_spans(start-self.origin, rows.shape[2]):
-        lo = a+self.origin-start
-        x = side_by_side(rows[..., lo:lo+b-a, :].astype(mx.float32))
-        z, s = self.token_scale(x)
-        codes, *outliers = self.code_rows(x, z.astype(mx.float32), s.astype(mx.float32), *self.epoch_tables(e))
-        out.append((pack_codes(per_head(codes, H), self.n_bits), *outliers, s, z))
-    return tuple(mx.concatenate(o, axis=-2) for o in zip(*out))
+def encode_epoch(self:NUQValueCodec, rows, start, levels, decode)->tuple:
+    x = side_by_side(rows)
+    z, s = self.token_scale(x)
+    codes, *outliers = self.code_rows(x, z.astype(mx.float32), s.astype(mx.float32), levels, decode)
+    return pack_codes(per_head(codes, rows.shape[1]), self.n_bits), *outliers, s, z
 
 # %% ../../nbs/methods/kvquant.ipynb #e6ffadf7
 @patch
-def decode(self:NUQValueCodec, arrays, start)->mx.array:
+def decode_epoch(self:NUQValueCodec, arrays, levels, decode)->mx.array:
     words, *outliers, s, z = arrays
-    out, (z, s) = [], (o[:, None].astype(mx.float32) for o in (z, s))
-    for e,a,b in self.epoch_spans(start-self.origin, words.shape[2]):
-        part = slice(a+self.origin-start, b+self.origin-start)
-        out.append(self.decode_rows(words[..., part, :], z[..., part, :], s[..., part, :], self.epoch_tables(e)[1], self.dim, *(o[:, part] for o in outliers)))
-    return mx.concatenate(out, axis=2) if len(out)>1 else out[0]
+    z, s = (o[:, None].astype(mx.float32) for o in (z, s))
+    return self.decode_rows(words, z, s, decode, self.dim, *outliers)
 
 # %% ../../nbs/methods/kvquant.ipynb #6a765c5a
 @dataclass
