@@ -74,6 +74,12 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
     const uint low = ((1u << have) - 1) * 0x10001u;
     return and_or(word(w, k) >> r, low, (word(w, k + 1) << have) & (mask & ~low));
   }
+  FN uint codes_onto(int w, int j, int up, uint y) { // the same, `up` bits higher, beside what y holds elsewhere
+    const int r = (j * BITS) & 15;
+    const uint mask = ((1u << BITS) - 1) * 0x10001u, x = word(w, (j * BITS) >> 4);
+    if (r + BITS > 16) return codes(w, j) << up | y;
+    return and_or(r >= up ? x >> (r >= up ? r - up : 0) : x << (r >= up ? 0 : up - r), mask << up, y);
+  }
   FN uint halves(int w, int j) { // the same as two half numbers
     const int k = (j * BITS) >> 4, r = (j * BITS) & 15, shift = r + BITS <= 10 ? 0 : 8, at = r - shift; // at most two shifts a word
     const uint mask = ((1u << BITS) - 1) * 0x10001u;
@@ -160,9 +166,9 @@ template<int BITS, class L, class T> FN void fill_levels(L levels, T table, int 
   for (int i = thread_index; i < (BITS > 4 ? 1 << BITS : 1 << 2 * BITS); i += n_threads)
     table[i] = pack2(float(levels[i & ((1 << BITS) - 1)]), BITS > 4 ? 0.f : float(levels[i >> BITS]));
 }
-template<int BITS, class T> FN uint level_pair(uint codes, T table) {
-  if (BITS > 4) return low_halves(table[codes & 0xffffu], table[codes >> 16]);
-  return table[(codes | (codes >> (16 - BITS))) & ((1u << 2 * BITS) - 1)];
+template<int BITS, class T> FN uint level_pair(uint codes, T table) { // codes lie two bits up, where they are byte offsets of words
+  if (BITS > 4) return low_halves(table[(codes & 0xffffu) >> 2], table[codes >> 18]);
+  return table[((codes | (codes >> (16 - BITS))) & (((1u << 2 * BITS) - 1) << 2)) >> 2];
 }
 """
 

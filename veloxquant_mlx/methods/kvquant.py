@@ -322,7 +322,7 @@ template<int BITS, int DIM, int N, int SIDE> struct NUQKeys {
   FN void unpack() { c.unpack(); }
   template<class T> FN uint pair(int w, int j, T table) {
     const uint2 both = load2(table, LEVELS + 2 * (j * 4 + column));
-    return fma2(level_pair<BITS>(c.codes(w, j), table), both.x, both.y);
+    return fma2(level_pair<BITS>(c.codes_onto(w, j, 2, 0u), table), both.x, both.y);
   }
 };
 template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
@@ -334,7 +334,7 @@ template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
     UNROLL for (int k = 0; k < 4; ++k) { const int r = (k >> 1) * 8 + (k & 1 ? SIDE : 0); s[k] = bits((scale + (uint)row)[r]); z[k] = bits((zero + (uint)row)[r]); }
   }
   FN void unpack() { c.unpack(); UNROLL for (int k = 0; k < 4; k += 2) { s[k] = low_halves(s[k], s[k + 1]); z[k] = low_halves(z[k], z[k + 1]); } }
-  template<class T> FN uint pair(int w, int j, T table) { return fma2(level_pair<BITS>(c.codes(w, j), table), s[2 * w], z[2 * w]); }
+  template<class T> FN uint pair(int w, int j, T table) { return fma2(level_pair<BITS>(c.codes_onto(w, j, 2, 0u), table), s[2 * w], z[2 * w]); }
 };
 """
 

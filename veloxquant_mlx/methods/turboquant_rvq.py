@@ -224,7 +224,7 @@ template<int B1, int B2, int DIM, int N, int SIDE> struct Planes {
     s[0] = low_halves(s[0], s[1]); s[2] = low_halves(s[2], s[3]);
   }
   template<class T> FN uint pair(int w, int j, T table) {
-    const uint codes = B2 ? coarse.codes(w, j) << B2 | fine.codes(w, j) : coarse.codes(w, j);
+    const uint codes = coarse.codes_onto(w, j, B2 + 2, B2 ? fine.codes_onto(w, j, 2, 0u) : 0u);
     return mul2(level_pair<B1 + B2>(codes, table), s[2 * w]);
   }
 };
