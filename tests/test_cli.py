@@ -7,7 +7,7 @@ import veloxquant_mlx
 from veloxquant_mlx import QuantizerConfigError, cli
 from veloxquant_mlx.models.load import load_model
 
-commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'demo']
+commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'allocate', 'demo']
 
 @pytest.fixture(scope='module')
 def loaded(): return load_model()
@@ -52,6 +52,9 @@ def test_front_page():
     (('generate', '-p', 'x', '--method', 'kivi', '-o', 'h2o_budget=3'), "kivi has no option 'h2o_budget'"), (('generate', '-p', 'x', '--method', 'kivi', '-o', 'x'), 'an option must be name=value'),
     (('generate', '-p', ' '), 'the prompt must not be empty'), (('generate', '-p', 'x', '--max-tokens', 0), "Invalid value for '--max-tokens'"),
     (('generate', '-p', 'x', '-m', './no/such/folder'), 'no such folder: ./no/such/folder'), (('compare', '-m', 'no/such.gguf'), 'no such file: no/such.gguf'),
+    (('allocate', '--average-bits', 1), 'avg_bits must be >= 2, the smallest of bit_choices (got 1.0)'), (('allocate', '--choices', '2;3'), "--choices must be ints, as in 2,3,4 (got '2;3')"),
+    (('allocate', '--choices', '2,9'), 'bit_width_inlier must be one of 1, 2, 3, 4, 5, 6, 7, 8 for kivi (got 9)'), (('allocate', '--method', 'zip'), 'method must be one of turboquant_rvq, '),
+    (('allocate', '--mode', 'hessian'), "Invalid value for '--mode'"), (('allocate', '--seq-len', 1), "Invalid value for '--seq-len'"), (('allocate', './none'), 'no such folder'),
     (('describe', '-m', './none'), 'no such folder'), (('demo', '-m', './none'), 'no such folder'),
     (('compare', '--methods', ','), '--methods must name at least one method'), (('compare', '--methods', 'kivi:bit_width_inlier=99'), 'bit_width_inlier must be one of'),
     (('compare', '--tokens', 100, '--prefill', 100), 'prefill must be < tokens, 100 (got 100)')])
@@ -158,6 +161,32 @@ def test_describe(once):
     text = run('describe', '--method', 'gear').stdout
     assert text.count('GEARCache')==30 and '2 bits' in text
     assert 'selected kvquant' in run('describe', '--seq-len', 20000).stderr
+
+def test_allocate(once):
+    args = ('allocate', '--average-bits', 2.5, '--method', 'turboquant_rvq', '--seq-len', 16, '--mode', 'grad')
+    d = json.loads(run(*args, '--json').stdout)
+    assert (d['method'], d['mode'], d['average_bits'], d['tokens'])==('turboquant_rvq', 'grad', 2.5, 16)
+    bits = d['bit_width_inlier']
+    assert len(bits)==30 and sum(bits)==75 and set(bits)<={2,3,4} and [r['bits'] for r in d['layers']]==bits
+    assert [r['layer'] for r in d['layers']]==list(range(30)) and all(r['compressed'] and r['sensitivity']>0 for r in d['layers'])
+    assert d['uniform_cost']['3']<d['cost']<d['uniform_cost']['2'] and d['used']<.25*d['fp16']
+    text = run(*args).stdout
+    rows = [l.split() for l in text.splitlines() if l.split() and l.split()[0].isdigit()]
+    assert [int(r[2]) for r in rows]==bits and 'Average   2.50 bits in 30 layers' in text
+    use = text.split("--option '")[1].split("'")[0]
+    assert cli.read_options('turboquant_rvq', [use])==dict(bit_width_inlier=bits)
+
+def test_allocate_by_predictions(monkeypatch):
+    "a layer with the model's own cache has no bits"
+    from tiny_models import tiny
+    class Letters:
+        def encode(self, text): return [ord(c)%100 for c in text]
+    monkeypatch.setattr(cli, 'load_model', lambda name: (tiny(name), Letters()))
+    d = json.loads(run('allocate', 'llama_sliding', '--choices', '2,4', '--json').stdout)
+    used = [r for r in d['layers'] if r['compressed']]
+    assert d['mode']=='kl' and 0<len(used)<len(d['layers']) and d['average_bits']<=3 and {r['bits'] for r in used}<={2,4}
+    text = run('allocate', 'llama_sliding').stdout
+    assert 'nats a token predicted' in text and text.count('–')==len(d['layers'])-len(used)
 
 def test_compare(once):
     args = ('compare', '--methods', 'kivi:residual_length=32,gear', '--tokens', 160, '--chunk', 32, '--no-needle')

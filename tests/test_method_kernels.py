@@ -255,6 +255,7 @@ def test_required_after_the_first_rows(case):
 UNFIT = [(kivi(2, g=8), 'groups of 8 tokens are no multiple of 16'), (gear(gear_group_size=24), 'groups of 24 tokens are no multiple of 16|groups of 24 are no multiple of 16'),
     (gear(gear_rank=17), 'rank 17 is more than 16'), (kvquant(kvquant_refit_interval=64), 'tables differ from epoch to epoch'),
     (kitty(24, kitty_group_size=24), 'groups of 24 tokens are no multiple of 16'), (kitty(dim=256, kitty_hi_fraction=.6), '10 words of upper bits a token are more than 8'),
+    (case('age_tiered'), 'codes of three widths lie in three pools'),
     (rvq(2, enable_outlier_two_stream=True, n_outlier_channels=8, n_calib_tokens=32), 'its codec has no kernel snippet')]
 
 @pytest.mark.parametrize('case,reason', UNFIT, ids=str)

@@ -108,7 +108,7 @@ def own(method, **kw): return METHODS[method].options(**kw)
 
 @pytest.mark.parametrize('method,field,value,kw', [
     ('kivi', 'residual_length', 0, {}), ('kivi', 'residual_length', 100, {}), ('kivi', 'residual_length', 31, {}),
-    ('kvquant', 'n_calib_tokens', 31, {}), ('turboquant_rvq', 'bit_width_outlier', 4, {}),
+    ('kitty', 'residual_length', 0, {}), ('kitty', 'residual_length', 100, {}), ('kvquant', 'n_calib_tokens', 31, {}), ('turboquant_rvq', 'bit_width_outlier', 4, {}),
     ('turboquant_rvq', 'bit_width_outlier', 7, dict(enable_outlier_two_stream=True, n_outlier_channels=4)),
     ('turboquant_rvq', 'n_outlier_channels', None, dict(enable_outlier_two_stream=True)),
     ('turboquant_rvq', 'n_outlier_channels', 0, dict(enable_outlier_two_stream=True)),

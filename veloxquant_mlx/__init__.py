@@ -5,6 +5,7 @@ Modules:
 - `veloxquant_mlx.cache.base`: One configuration for every method, one cache for a layer, one list of caches for a model.
 - `veloxquant_mlx.cache.options`: Every method's options dataclass in one place.
 - `veloxquant_mlx.cli`: `veloxquant`: choose a configuration, generate with it, compare it.
+- `veloxquant_mlx.config.allocate`: Measure how much each layer's cache matters, and give the layers that matter more bits of a common budget.
 - `veloxquant_mlx.config.select`: From the shape of a workload to a method, a code width and a group size, by three rules.
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
@@ -31,7 +32,9 @@ Modules:
 - `veloxquant_mlx.kernels.gather`: Copy chosen rows of every head.
 - `veloxquant_mlx.kernels.runtime`: One kernel text for Metal, CUDA and a CPU emulator.
 - `veloxquant_mlx.kernels.snippets`: The few lines that turn packed codes into numbers inside a kernel.
+- `veloxquant_mlx.methods.age_tiered`: Precision by token age: the newest groups at eight bits, middle-aged ones at four, old ones at two.
 - `veloxquant_mlx.methods.gear`: Quantize, then repair: a low-rank matrix for the error, a sparse one for the outliers.
+- `veloxquant_mlx.methods.kitty`: Two-bit keys with a few channels at four bits: on each page of tokens, those of the largest magnitude.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
@@ -55,6 +58,7 @@ from importlib import import_module as _import
 # Public names and the modules they live in: loaded on first use, so that the import itself stays cheap and touches nothing in mlx
 _exports = {name: module for module, names in {
     'cache.base': 'KVCacheConfig KVCacheFactory KVCacheBuilder STANDALONE_METHODS',
+    'config.allocate': 'allocate_bits allocate_bits_continuous calibrate_layer_sensitivities fit_distortion layer_schedule measure_sensitivity',
     'config.select': 'select_kv_cache_config SelectionResult WorkloadSpec HardwareInfo detect_hardware_info',
     'core.errors': 'QuantizerConfigError',
     'engine.layers': 'describe',

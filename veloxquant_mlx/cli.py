@@ -1,6 +1,6 @@
 """`veloxquant`: choose a configuration, generate with it, compare it.
 
-Five commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `compare` measures methods side by side, and `demo` does all of it once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
+Seven commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `compare` measures methods side by side, `describe` shows what would happen to each layer, `allocate` shares out bits among the layers, and `demo` does the main job once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
 
 Docs: https://example.github.io/veloxquant_mlx/cli.html.md"""
 
@@ -11,14 +11,15 @@ __all__ = ['app', 'ModelName', 'MethodName', 'Pairs', 'Steps', 'AsJson', 'POOL',
            'option', 'console', 'say', 'table', 'hardware_from', 'selection_text', 'auto_config', 'method_facts',
            'bits_text', 'list_methods', 'read_value', 'read_options', 'read_methods', 'prompt_text', 'prompt_tokens',
            'stream', 'layers_text', 'generation_text', 'chosen_config', 'generate', 'show', 'timing', 'compare_methods',
-           'describe_model', 'model_text', 'answer', 'verdict', 'demo']
+           'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate', 'model_text', 'answer',
+           'verdict', 'demo']
 
 # %% ../nbs/99_cli.ipynb #0b84c0d1
 import ast, difflib, json, math, re, sys, warnings
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Literal
 import mlx.core as mx, typer
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
@@ -31,15 +32,16 @@ from tqdm import tqdm
 from typer.core import TyperGroup
 from . import __version__
 from .cache.base import KVCacheConfig
+from .config.allocate import *
 from .config.select import *
 from .core.errors import *
 from .core.fields import *
 from .core.settings import CacheSettings
-from .engine.layers import describe
+from .engine.layers import describe, text_model
 from .engine.layer_config import LayerConfig
 from .engine.registry import get_method, methods
 from .evaluate.compare import *
-from .evaluate.memory import memory_report
+from .evaluate.memory import MemoryReport, memory_report
 from .evaluate.needle import needle_prompt
 from .evaluate.quality import announce_prompt
 from .models.load import load_model
@@ -343,6 +345,58 @@ def describe_model(model:ModelName=None, method:MethodName=None, option:Pairs=No
     lm, _ = load_model(model)
     rows = describe(cache_maker(lm, chosen_config(lm, seq_len, method, option or []))())
     table(rows.columns, [[str(r[c]) for c in rows.columns] for r in rows], left=4)
+
+# %% ../nbs/99_cli.ipynb #bcd5b3da
+def read_widths(text:str # `2,3,4`
+)->list:
+    "Code widths"
+    try: return [int(o) for o in text.split(',')]
+    except ValueError: raise QuantizerConfigError(f"--choices must be ints, as in 2,3,4 (got {text!r})") from None
+
+# %% ../nbs/99_cli.ipynb #87fb7e57
+def schedule_memory(model, tokenizer, schedule:LayerSchedule,
+    seq_len:int # tokens, at most
+)->tuple: # tokens, `MemoryReport`
+    "Bytes of a model's caches with a schedule, after a text"
+    caches = cache_maker(model, config_of(schedule.method, bit_width_inlier=schedule.bits))()
+    text = tokenizer.encode(calibration_prompts()[0])[:seq_len]
+    text_model(model)(mx.array(text)[None], cache=caches)
+    mx.eval([c.state for c in caches])
+    return len(text), memory_report(caches)
+
+# %% ../nbs/99_cli.ipynb #d52d66f9
+def schedule_text(s:LayerSchedule,
+    n:int, # tokens
+    memory:MemoryReport # after them
+)->str:
+    "Average, predicted cost, bytes and the list"
+    unit = ' nats a token' if s.mode=='kl' else ''
+    same = [b for b in s.distortion if b<=s.average]
+    rows = [f"Average   {s.average:.2f} bits in {sum(s.layers.values())} layers"]
+    rows.append(f"Cost      {s.cost():.3g}{unit} predicted, {s.cost(same[-1]):.3g} with {same[-1]} bits in all layers")
+    rows.append(f"Memory    {size_text(memory.used)} for {n:,} tokens with everything, {size_text(memory.fp16)} in float16")
+    return '\n'.join([*rows, f"Use       --method {s.method} --option 'bit_width_inlier={s.bits}'".replace(', ', ',')])
+
+# %% ../nbs/99_cli.ipynb #9978528a
+@app.command()
+def allocate(
+    model:Annotated[str|None, typer.Argument(help='Hub id, folder or GGUF file; default: the embedded SmolLM2-135M-Instruct.', show_default=False)]=None,
+    average_bits:Annotated[float, typer.Option(help='Most bits on average.')]=3.,
+    choices:Annotated[str, typer.Option(help='Widths to choose from.')]='2,3,4',
+    method:Annotated[str, typer.Option(help='Compression method, see `veloxquant methods`.')]='kivi',
+    mode:Annotated[Literal[tuple(MODES)], typer.Option(help='How sensitivity is measured: by predictions, gradients, or the norm of keys.')]='kl',
+    seq_len:Annotated[int, typer.Option(min=2, help='Tokens of each of two texts that are measured with.')]=512,
+    as_json:AsJson=False):
+    "Measure how much each layer of a model matters, and share out the bits of its cache."
+    widths = read_widths(choices)
+    config_of(method, bit_width_inlier=widths) # all errors before the model is loaded
+    allocate_bits([1], average_bits, widths)
+    lm, tokenizer = load_model(model)
+    s = layer_schedule(lm, tokenizer, average_bits, widths, method, mode, seq_len=seq_len)
+    n, memory = schedule_memory(lm, tokenizer, s, seq_len)
+    if as_json: return typer.echo(json.dumps(s.as_dict()|dict(tokens=n, used=memory.used, fp16=memory.fp16), indent=2))
+    table(('layer', 'sensitivity', 'bits'), [(str(r['layer']), f"{r['sensitivity']:.3g}", str(r['bits']) if r['compressed'] else '–') for r in s.as_dict()['layers']])
+    typer.echo(schedule_text(s, n, memory))
 
 # %% ../nbs/99_cli.ipynb #eaaf79f6
 def model_text(model, # a model

@@ -35,11 +35,14 @@ def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get
 
 SMALL = dict( # fields with which a method begins to pack after a few dozen tokens; the defaults of the others do by token 290
     kivi=dict(residual_length=32, kivi_group_size=8),
-    kvquant=dict(n_calib_tokens=32, kvquant_group_size=8))
+    age_tiered=dict(age_recent_boundary=32, age_mid_boundary=96, age_group_size=16),
+    kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
 VARIANTS = dict(
+    age_tiered=dict(uneven=dict(age_recent_boundary=21, age_mid_boundary=50, age_bits_recent=7, age_bits_mid=5, age_bits_old=3), one_tier=dict(age_recent_boundary=0, age_mid_boundary=0)),
     turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
-    gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)))
+    gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
+    kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
 EXACT = dict(turboquant_rvq=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from veloxquant_mlx.engine.registry import methods
 
 METHODS = [k for k,o in sorted(methods().items()) if issubclass(o.cache_class, CompressedCache)]
 def known(**settings): return {k: o for k,o in settings.items() if k in METHODS}
-EXACT_TAIL = known(kivi=dict(residual_length=128), kvquant=dict(n_calib_tokens=256), gear={})   # settings that keep a short context exact
-EIGHT_BITS = known(turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8))
-EARLY = known(kivi=dict(residual_length=32), kvquant=dict(n_calib_tokens=32))  # settings that pack after some 30 tokens
+EXACT_TAIL = known(kivi=dict(residual_length=128), kvquant=dict(n_calib_tokens=256), age_tiered=dict(age_group_size=128), gear={}, kitty={})   # settings that keep a short context exact
+EIGHT_BITS = known(age_tiered=dict(age_recent_boundary=10**6, age_mid_boundary=10**6), turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8), kitty=dict(kitty_lo_bit=8, kitty_hi_bit=8))
+EARLY = known(kivi=dict(residual_length=32), kvquant=dict(n_calib_tokens=32), kitty=dict(residual_length=32))  # settings that pack after a few dozen tokens
 
 CALLS = 25, 14, 1, 1, 1, 2
-LONG_CALLS = 150, *CALLS[1:] # the first call is packed in part by every quantizer
+LONG_CALLS = 170, *CALLS[1:] # the first call is packed in part by every quantizer
 def prompt(n=sum(CALLS), seed=1): return mx.random.randint(0, 100, (1,n), key=mx.random.key(seed))
 
 def run(model, caches, calls=CALLS, tokens=None):

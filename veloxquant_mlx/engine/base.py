@@ -114,7 +114,7 @@ def details(self:CompressedCache)->str:
     c, shown = self.config, ('head_dim', 'bit_width_inlier', self.bit_field)
     width = [f"{getattr(c, self.bit_field)} bits"] if self.bit_field else []
     dim = [f"head_dim {c.head_dim}"] if self.head_dim_known or self.shape else []
-    return ', '.join([*dim, *width, *(f"{k}={plain_value(v)}" for k,v in changed_fields(c).items() if k not in shown)])
+    return ', '.join([*dim, *width, *(f"{k}={plain_value(v)}" for k,v in changed_fields(c).items() if k not in shown)]) or 'default options'
 
 # %% ../../nbs/engine/base.ipynb #158b69b0
 @patch

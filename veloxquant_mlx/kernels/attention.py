@@ -493,7 +493,7 @@ N_PROCESSORS = 132
 # %% ../../nbs/kernels/attention.ipynb #5f991038
 def groups_per_processor(key:Snippet, value:Snippet, dim:int)->int: # the larger D
     "Threadgroups that the registers of a processor hold"
-    return 2 if dim>128 else 3 if any(s.sparse or s.rank or s.rope for s in (key, value)) else 4
+    return 2 if dim>128 else 3 if any(s.sparse or s.rank or s.rope or s.heavy for s in (key, value)) else 4
 
 # %% ../../nbs/kernels/attention.ipynb #29ac1ab8
 def _ahead(key, value)->tuple: # statements, and the lanes that look after keys

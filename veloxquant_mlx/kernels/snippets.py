@@ -40,6 +40,7 @@ class Snippet:
     sparse:str='' # 'token': lists `indices`, `rest` for each token over all heads; 'block': `channels`, `rest`, `pointers`
     n_sparse:int=0 # entries of a list
     rope:bool=False # keys are stored before RoPE; arrays `fine` and `coarse` hold the angles
+    heavy:bool=False # needs many registers
 
 # %% ../../nbs/kernels/snippets.ipynb #bce7aff2
 PAIR_CODES = r"""
