@@ -120,7 +120,7 @@ def _fused(self:QuantizedCache, queries, scale, mask, sinks, lo, live)->mx.array
     old = lambda sinks: decode_attention(q, self.keys_stream.side(D), self.values_stream.side(D_v), scale, part(lo, hi), sinks, lo, hi, T, dtype)
     if live is None: out = old(sinks)[0]
     else:
-        rows = [x if type(c).to_basis is Codec.to_basis else c.to_basis(x.astype(mx.float32)) for c,x in zip((k, v), live)]
+        rows = [c.exact(x) for c,x in zip((k, v), live)]
         parts = [old(None)] if lo<hi else []
         if q.shape[2]<=64: parts.append(decode_attention(q, Side(D, origin=hi, tail=rows[0]), Side(D_v, origin=hi, tail=rows[1]), scale, part(hi, T), None, hi, T))
         else:

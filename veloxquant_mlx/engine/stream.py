@@ -90,6 +90,8 @@ class Codec:
     def operands(self, arrays:tuple, start:int)->tuple: return arrays # packed arrays from position `start` on, and tables, in the snippet's order
     def to_basis(self, x:mx.array)->mx.array: return x # (B, H, n, D) rows or queries into the codec's basis
     def from_basis(self, y:mx.array)->mx.array: return y # (B, H, n, D) rows or outputs back into the model's
+    def exact(self, x:mx.array)->mx.array: # (B, H, n, D) rows for the attention kernel: untouched, unless the codec has a basis of its own
+        return x if x is None or type(self).to_basis is Codec.to_basis else self.to_basis(x.astype(mx.float32))
     def round_trip(self, x:mx.array, # (B, H, m, D)
         start:int=0 # position of the first
     )->mx.array: # (B, H, m, D) float32, in the model's basis
@@ -182,10 +184,9 @@ def side(self:Stream, dim:int # D
 )->Side:
     "Where the rows lie, for `kernels.attention`"
     c = self.codec
-    exact = (lambda x: x) if type(c).to_basis is Codec.to_basis else lambda x: None if x is None else c.to_basis(x.astype(mx.float32))
     n = self.n_packed-self.dropped
     origin, packed = self.n_sink+self.dropped, tuple(o.buffer for o in self.packed)
-    return Side(dim, c.snippet(packed) if n else None, c.operands(packed, origin) if n else (), origin, n, exact(self.sink), exact(self.tail))
+    return Side(dim, c.snippet(packed) if n else None, c.operands(packed, origin) if n else (), origin, n, c.exact(self.sink), c.exact(self.tail))
 
 # %% ../../nbs/engine/stream.ipynb #0145be57
 @patch

@@ -106,8 +106,7 @@ class KittyCache(QuantizedCache):
 @patch(cls_method=True)
 def check_config(cls:KittyCache, config): # a `KVCacheConfig` or `LayerConfig`
     "A page holds whole groups"
-    P, g = config.residual_length, config.kitty_group_size
-    if P<1 or P%g: raise QuantizerConfigError(f"residual_length must be a positive multiple of kitty_group_size, {g} (got {P})")
+    check_blocks(config, 'kitty_group_size')
 
 # %% ../../nbs/methods/kitty.ipynb #f548eb75
 @patch

@@ -39,8 +39,7 @@ class KIVICache(QuantizedCache):
 @patch(cls_method=True)
 def check_config(cls:KIVICache, config): # a `KVCacheConfig` or `LayerConfig`
     "A key block holds whole groups"
-    R, g = config.residual_length, config.kivi_group_size
-    if R<1 or R%g: raise QuantizerConfigError(f"residual_length must be a positive multiple of kivi_group_size, {g} (got {R})")
+    check_blocks(config, 'kivi_group_size')
 
 # %% ../../nbs/methods/kivi.ipynb #fa1b2d39
 @patch
