@@ -17,8 +17,10 @@ Modules:
 - `veloxquant_mlx.engine.hook`: One wrapper around MLX's attention function lets every cache see the model's real queries.
 - `veloxquant_mlx.engine.layer_config`: What one layer's cache needs to know, small enough to travel with it.
 - `veloxquant_mlx.engine.layers`: Which entries of a model's cache list can be compressed, and what was done to each.
+- `veloxquant_mlx.engine.probes`: The true attention probabilities of a few queries, for methods that ask which tokens the model looks at.
 - `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
 - `veloxquant_mlx.engine.registry`: The one list of methods.
+- `veloxquant_mlx.engine.segments`: The family base of methods that compress when a prompt ends: segments of compressed tokens, then exact ones.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
 - `veloxquant_mlx.engine.trial`: What every method's notebook needs to show its cache at work.
 - `veloxquant_mlx.evaluate.compare`: One row a cache: quality, needle, bytes, time.

@@ -124,11 +124,13 @@ def feed(c, x, chunks=None, attend=True):
     assert at==x.n
     return outs
 
+def sees_queries(c, case): return bool(c.needs_queries or case.traits.prompt_end or c.config.sliding_window)
+
 def filled(case, x=None, chunks=None, **kw):
     "A cache with all rows of x; attention runs if the method has a use for it"
     x = rows() if x is None else x
     c = case.create(head_dim=x.k.shape[-1], **kw)
-    feed(c, x, chunks, attend=bool(c.needs_queries or case.traits.prompt_end or c.config.sliding_window))
+    feed(c, x, chunks, attend=sees_queries(c, case))
     return c
 
 def step(seed=1, n=1, **kw): return rows(n, seed=seed, **kw)

@@ -55,6 +55,8 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self.model = 'the model'
     self._handles, self._kept, self._attended = None, None, True
     self._before = 0 # tokens seen before the current call
+    self._open, self._expected, self._closes = True, 0, False # prompt clock: a prompt is open, tokens that are announced, the current call ends it
+    self._due = False # the current call was attended, and `commit` has not acted on it
     self._single = self._hooked = False # the last call had one token; it and the one before were answered by the hook
     self._warning = None # to be given when the current update is complete
     self.kernels = kernels_on(self.config.use_metal_kernels, self.method)
@@ -144,6 +146,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     self.check_update(keys, values)
     if (self.needs_queries or self.config.sliding_window) and not self._attended:
         raise RuntimeError(f"{self.method if self.needs_queries else 'sliding_window'}: attention hook bypassed by {self.model}")
+    if not self._attended: self._due = True # a method without need of queries acts here, if the hook was bypassed
     self.commit()
     start = time.perf_counter()
     L = keys.shape[2]
@@ -152,12 +155,32 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
         self.shape, self.source_dtype = (*keys.shape[:2], keys.shape[3], values.shape[3]), keys.dtype
         self.config = layer_config(self.config, head_dim=keys.shape[3])
     self._hooked, self._single = L==1 and self._single and self._attended, L==1
-    self._before, self.offset, self._attended = self.offset, self.offset+L, False
+    self._before, self.offset, self._attended, self._due = self.offset, self.offset+L, False, False
+    self._tick(L)
     if self.config.observers: self._observe(keys.shape, start)
     if self._warning:
         message, self._warning = self._warning, None
         warnings.warn(f"{self.method}: {message}", stacklevel=2)
     return self._make_handles((keys, values) if L>1 else None)
+
+# %% ../../nbs/engine/base.ipynb #d4206863
+@patch
+def expect_prompt(self:CompressedCache, n:int): # tokens, counted from here
+    "Announce a prompt; without effect unless a method acts at its end"
+    if type(n) is not int or n<1: raise ValueError(f"n must be an int >= 1 (got {n!r})")
+    self._open, self._expected = True, n
+
+# %% ../../nbs/engine/base.ipynb #d1e40704
+@patch
+def _tick(self:CompressedCache, L):
+    "The prompt clock"
+    if self._expected:
+        self._expected = max(0, self._expected-L)
+        self._closes = not self._expected
+    else:
+        self._open |= L>1
+        self._closes = self._open and L==1
+    self._open &= not self._closes
 
 # %% ../../nbs/engine/base.ipynb #b5a42eac
 @patch
@@ -205,8 +228,19 @@ def attend(self:CompressedCache, queries:mx.array, # (B, H_q, L, D)
 )->mx.array: # (B, H_q, L, D_v) in the queries' dtype
     "Softmax attention over the stored rows"
     out = self.attention(queries, scale, mask, sinks).astype(queries.dtype)
-    self._attended = True
-    return mx.depends([out], self.payload())[0] if queries.shape[2]>1 or self.config.sliding_window else out
+    if not self._attended:
+        self.watch(queries, scale, mask, sinks)
+        self._attended = self._due = True
+    kept = self.payload() if queries.shape[2]>1 or self.config.sliding_window else self.watched()
+    return mx.depends([out], kept)[0] if kept else out
+
+# %% ../../nbs/engine/base.ipynb #5f539ede
+@patch
+def watch(self:CompressedCache, queries:mx.array, scale:float, mask, sinks): "See the first attention of a call, after its answer; nothing, unless a method learns from it"
+@patch
+def watched(self:CompressedCache)->list: # of arrays
+    "What `watch` keeps"
+    return []
 
 # %% ../../nbs/engine/base.ipynb #f1e480a7
 @patch
@@ -230,10 +264,10 @@ LAYER_FACTS = ('layer', 'rope_unknown', 'keep_live', 'head_dim_known', 'model')
 # %% ../../nbs/engine/base.ipynb #2c21fc43
 @patch
 def header(self:CompressedCache)->mx.array: # int64
-    "Version, offset, shape, dtype and the counts as one array"
+    "Version, offset, shape, dtype, prompt clock and the counts as one array"
     shape = self.shape or (0, 0, 0, 0)
     kind = -1 if self.source_dtype is None else FLOATS.index(self.source_dtype)
-    return mx.array([self.version, self.offset, *shape, kind, *self.counts()], mx.int64)
+    return mx.array([self.version, self.offset, *shape, kind, self._open, self._expected, *self.counts()], mx.int64)
 
 # %% ../../nbs/engine/base.ipynb #45cb3d78
 @patch(as_prop=True)
@@ -263,8 +297,9 @@ def _load(self:CompressedCache, state):
     if version!=self.version: raise ValueError(f"{self.method}: saved form {version} cannot be read by this version, which writes {self.version}")
     self.offset, self.shape = offset, tuple(rest[:4]) if rest[0] else None
     self.source_dtype = FLOATS[rest[4]] if rest[4]>=0 else None
+    self._open, self._expected = bool(rest[5]), rest[6]
     self._before = self.offset
-    self.restore(list(state[2:]), rest[5:])
+    self.restore(list(state[2:]), rest[7:])
 
 # %% ../../nbs/engine/base.ipynb #b479a2a0
 @patch(set_prop=True)
@@ -297,8 +332,6 @@ def empty(self:CompressedCache)->bool: return self.offset==0
 def is_trimmable(self:CompressedCache)->bool: return self.config.sliding_window is None
 @patch
 def commit(self:CompressedCache): "Carry out what the last call decided; nothing, unless a family says otherwise"
-@patch
-def expect_prompt(self:CompressedCache, n:int): "Announce a prompt of n tokens; without effect unless a method acts at its end"
 
 # %% ../../nbs/engine/base.ipynb #78a59b80
 @patch

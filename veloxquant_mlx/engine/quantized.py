@@ -58,12 +58,27 @@ def details(self:QuantizedCache)->str:
 # %% ../../nbs/engine/quantized.ipynb #92f5be0b
 @patch
 def store(self:QuantizedCache, keys:mx.array, values:mx.array):
-    "Append to both streams and free what a sliding window has passed"
+    "Append to both streams; a method that needs queries packs after the attention"
     if self.keys_stream is None: self.keys_stream, self.values_stream = self.new_streams(keys.shape[-1], values.shape[-1])
     dtype = self.config.dtype or keys.dtype
-    for stream, rows in ((self.keys_stream, keys), (self.values_stream, values)):
-        stream.append(cast_finite(rows, dtype))
-        if self.config.sliding_window: stream.drop(self.offset-self.config.sliding_window+1)
+    for stream, rows in ((self.keys_stream, keys), (self.values_stream, values)): stream.append(cast_finite(rows, dtype), flush=False)
+    if not self.needs_queries: self.flush()
+
+# %% ../../nbs/engine/quantized.ipynb #6189fd77
+@patch
+def flush(self:QuantizedCache):
+    "Pack what is due and free what a sliding window has passed"
+    for s in (self.keys_stream, self.values_stream):
+        s.flush()
+        if self.config.sliding_window: s.drop(self.offset-self.config.sliding_window+1)
+
+# %% ../../nbs/engine/quantized.ipynb #4e1934ef
+@patch
+def commit(self:QuantizedCache):
+    "Pack what the last call's queries decided"
+    if not (self._due and self.needs_queries): return
+    self._due = False
+    self.flush()
 
 # %% ../../nbs/engine/quantized.ipynb #1141b17b
 @patch(as_prop=True)
@@ -196,8 +211,10 @@ def cut(self:QuantizedCache, n:int):
 @patch(as_prop=True)
 def nbytes(self:QuantizedCache)->int:
     "Allocated bytes of all arrays"
+    self.commit()
     return sum(s.nbytes for s in (self.keys_stream, self.values_stream) if s)
 @patch(as_prop=True)
 def used_nbytes(self:QuantizedCache)->int:
     "Bytes without slack"
+    self.commit()
     return sum(s.used_nbytes for s in (self.keys_stream, self.values_stream) if s)

@@ -127,14 +127,23 @@ def _join(parts):
 
 # %% ../../nbs/engine/stream.ipynb #1f128922
 @patch
-def append(self:Stream, rows:mx.array): # (B, H, L, D)
+def append(self:Stream, rows:mx.array, # (B, H, L, D)
+    flush:bool=True # pack what is due; False: later, by `flush`
+):
     "Store the next tokens"
     room = 0 if self.dropped else self.n_sink-(self.sink.shape[-2] if self.sink is not None else 0)
     if room>0: self.sink = mx.contiguous(_join([self.sink, rows[..., :room, :]]))
-    tail = _join([self.tail, rows[..., max(room, 0):, :]])
-    new = max(0, self.frontier(self.n_packed+tail.shape[-2])-self.n_packed)
-    if new: self._pack(tail[..., :new, :], tail)
-    self.tail = mx.contiguous(tail[..., new:, :])
+    self.tail = _join([self.tail, rows[..., max(room, 0):, :]])
+    if flush: self.flush()
+    else: self.tail = mx.contiguous(self.tail)
+
+# %% ../../nbs/engine/stream.ipynb #2b0517d1
+@patch
+def flush(self:Stream):
+    "Pack all tokens before the frontier"
+    new = max(0, self.frontier(self.n_packed+self.tail.shape[-2])-self.n_packed)
+    if new: self._pack(self.tail[..., :new, :], self.tail)
+    self.tail = mx.contiguous(self.tail[..., new:, :])
 
 # %% ../../nbs/engine/stream.ipynb #10ca05ae
 @patch

@@ -202,9 +202,9 @@ def _pack(self:TierStream, rows, tail):
 
 # %% ../../nbs/methods/age_tiered.ipynb #2e9a4dbd
 @patch
-def append(self:TierStream, rows:mx.array): # (B, H, L, D)
-    "Store the next tokens"
-    super(TierStream, self).append(rows)
+def flush(self:TierStream):
+    "As any stream, then age"
+    super(TierStream, self).flush()
     if self.packed: self._age(self.n_packed+self.tail.shape[-2])
 @patch
 def restore(self:TierStream, arrays, n_packed, dropped):
