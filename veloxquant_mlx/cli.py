@@ -155,7 +155,7 @@ def method_facts()->list: # one dict a method
         c, served = m.cache_class, not m.standalone
         res.append(dict(name=m.name, family=m.family, paper=m.paper, bits=list(getattr(c, 'bit_widths', ())), options=[f.name for f in fields(m.options)],
             trim=served and c(LayerConfig(m.name, {})).is_trimmable(), per_layer_widths=served and c.bit_field is not None,
-            needs_queries=served and c.needs_queries, standalone=m.standalone))
+            needs_queries=served and c(LayerConfig(m.name, {})).needs_queries, standalone=m.standalone))
     return res
 
 # %% ../nbs/99_cli.ipynb #6d190038

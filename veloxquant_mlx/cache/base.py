@@ -180,7 +180,8 @@ def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
     m = get_method(config.method)
     if m.standalone: raise QuantizerConfigError(f"method must be servable inside a model, {m.name} is standalone (got {m.name!r}; turboquant_rvq is the servable relative)")
     lm = text_model(model)
-    caches, slots = cache_slots(lm, m.cache_class.needs_queries)
+    plain = layer_config(config, bit_width_inlier=CacheSettings().bit_width_inlier) # options decide it, widths of layers do not
+    caches, slots = cache_slots(lm, m.cache_class(plain).needs_queries)
     keep_live, replaced = asks_again(lm), 0
     for s, changes in zip(slots, layer_changes(m, config, slots)):
         if s.reason:

@@ -180,7 +180,7 @@ def compressed_layers(model, # a model of mlx-lm, or a VLM with `language_model`
     method:str # config name
 )->dict: # index in the model's cache list → whether the method replaces the cache, for every layer with attention
     "The layers that an element of a per-layer list belongs to"
-    _, slots = cache_slots(text_model(model), get_method(method).cache_class.needs_queries)
+    _, slots = cache_slots(text_model(model), get_method(method).cache_class.of().needs_queries)
     res = {}
     for s in slots:
         if s.counts: res[s.entry] = res.get(s.entry, False) or not s.reason
@@ -222,7 +222,7 @@ class _Probe(KVCache):
 def _probed(model, text, method, shifts=None)->tuple: # logits (1, n, V), entries of the probes, probes
     "Read a text with a probe for every cache that the method replaces"
     lm = text_model(model)
-    caches, slots = cache_slots(lm, get_method(method).cache_class.needs_queries)
+    caches, slots = cache_slots(lm, get_method(method).cache_class.of().needs_queries)
     slots = [s for s in slots if not s.reason]
     probes = [_Probe(d) for d in shifts or [(0, 0)]*len(slots)]
     for s,p in zip(slots, probes):

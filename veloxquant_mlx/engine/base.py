@@ -34,7 +34,7 @@ class CompressedCache(KVCache):
     "One layer's cache; families fill in `store`, `dense`, `attention`, `payload` and `restore`"
     method = None # config name, set by `register`
     standalone = False
-    needs_queries = False # raises if the model's attention bypasses the hook
+    needs_queries = False # raises if the model's attention bypasses the hook; a property where options decide
     bit_field = None # the field that an element of a per-layer `bit_width_inlier` list replaces; None: lists raise
     bit_widths = () # its legal values
     version = 1 # of the saved form

@@ -13,6 +13,7 @@ __all__ = ['announce_prompt', 'continuation_logits', 'QualityResult', 'continuat
 import math
 from dataclasses import dataclass
 import mlx.core as mx, numpy as np
+from mlx_lm.models.cache import CacheList
 from tqdm import tqdm
 
 # %% ../../nbs/evaluate/quality.ipynb #834e53be
@@ -21,7 +22,8 @@ def announce_prompt(cache:list, # one entry a layer
 ):
     "Tell every entry that has a prompt end of its own how long the prompt is"
     for c in cache:
-        if hasattr(c, 'expect_prompt'): c.expect_prompt(n)
+        for o in c.caches if isinstance(c, CacheList) else [c]:
+            if hasattr(o, 'expect_prompt'): o.expect_prompt(n)
 
 # %% ../../nbs/evaluate/quality.ipynb #7c0bd588
 def continuation_logits(model,
