@@ -8,7 +8,9 @@ Modules:
 - `veloxquant_mlx.config.allocate`: Measure how much each layer's cache matters, and give the layers that matter more bits of a common budget.
 - `veloxquant_mlx.config.select`: From the shape of a workload to a method, a code width and a group size, by three rules.
 - `veloxquant_mlx.core.abstractions`: What a quantizer, a standalone cache, a store of artifacts and an observer promise.
+- `veloxquant_mlx.core.artifacts`: Rotations, codebooks, bases and other tables that a method computed ahead of time, in files that cannot be mistaken for each other.
 - `veloxquant_mlx.core.fields`: One declaration per option: default, meaning and legal range feed validation, CLI help, sliders and the docs table.
+- `veloxquant_mlx.core.observers`: What a cache stored, how long it took, how far it is from the truth: told to whoever asks.
 - `veloxquant_mlx.core.sample`: Queries, keys and values of a real model, in the package.
 - `veloxquant_mlx.core.settings`: The fields of a configuration that belong to no single method.
 - `veloxquant_mlx.engine.attention`: Attention in plain array operations: the path without a GPU, and what kernels are compared with.
@@ -21,6 +23,8 @@ Modules:
 - `veloxquant_mlx.engine.quantized`: The family base of the quantizers: two streams, and attention over them.
 - `veloxquant_mlx.engine.registry`: The one list of methods.
 - `veloxquant_mlx.engine.segments`: The family base of methods that compress when a prompt ends: segments of compressed tokens, then exact ones.
+- `veloxquant_mlx.engine.split`: A few channels that are much larger than the others get a codec, a rotation and a scale of their own.
+- `veloxquant_mlx.engine.standalone`: Five methods are caches of their own: one head, one sequence, answered without a model.
 - `veloxquant_mlx.engine.stream`: One side of a cache, keys or values: exact first tokens, packed blocks, exact tail.
 - `veloxquant_mlx.engine.trial`: What every method's notebook needs to show its cache at work.
 - `veloxquant_mlx.evaluate.compare`: One row a cache: quality, needle, bytes, time.
@@ -39,6 +43,7 @@ Modules:
 - `veloxquant_mlx.methods.kitty`: Two-bit keys with a few channels at four bits: on each page of tokens, those of the largest magnitude.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
+- `veloxquant_mlx.methods.turboquant_mse`: One codebook for every vector: a random rotation gives all coordinates the same known law.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
@@ -50,6 +55,7 @@ Modules:
 - `veloxquant_mlx.ops.packing`: Codes of any width lie in `uint32` words, never one code a byte.
 - `veloxquant_mlx.ops.rope`: Rotary position embedding, applied and taken back exactly.
 - `veloxquant_mlx.ops.rotation`: Orthogonal maps that spread a vector's energy evenly over its coordinates.
+- `veloxquant_mlx.ops.sketch`: A random projection of which only the signs are kept still tells inner products, on average.
 - `veloxquant_mlx.ops.sparse`: A few exact numbers added to decoded rows, and the layout in which they are counted.
 - `veloxquant_mlx.ops.topk`: Exactly k winners, equal values decided by position."""
 

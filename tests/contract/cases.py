@@ -1,9 +1,9 @@
 "Every servable method in a few small configurations, and what the contract tests share: a method is covered by being registered."
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from veloxquant_mlx.cache.base import KVCacheConfig, KVCacheFactory
+from veloxquant_mlx.cache.base import KVCacheConfig
 from veloxquant_mlx.engine.registry import methods
 from veloxquant_mlx.ops.rope import RopeParams
 
@@ -22,13 +22,13 @@ class Traits:
 FAMILY = dict(quantize={}, hybrid={}, low_rank=dict(prompt_end=True), cross_layer=dict(prompt_end=True),
     evict=dict(trimmable=False, evicts=True, prompt_end=True))
 METHOD = dict(
-    turboquant_rvq=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
+    turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
     zipcache=dict(prompt_end=True, seed='seed'), amc=dict(prompt_end=True), anchorkv=dict(prompt_end=True, seed='anchorkv_seed'),
     palu=dict(exact_prompt=False), minicache=dict(below_fp16=False), a2ats=dict(trimmable=False, below_fp16=False, seed='seed'),
     rocketkv=dict(trimmable=False, evicts=True, prompt_end=True), streaming_llm=dict(prompt_end=False), kvzip=dict(below_fp16=False),
     cam=dict(seed='seed'), curdkv=dict(seed='seed', ranks_nan=True), keyformer=dict(seed='keyformer_seed'), knorm=dict(ranks_nan=True))
 
-SERVABLE = {k: m for k,m in methods().items() if not m.standalone}
+SERVABLE = {k: replace(m, cache_class=m.cache_class.serving) if m.standalone else m for k,m in methods().items()} # standalone ones by their serving class
 def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get(method, {}))
 
 # --- configurations
@@ -39,11 +39,12 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
 VARIANTS = dict(
     age_tiered=dict(uneven=dict(age_recent_boundary=21, age_mid_boundary=50, age_bits_recent=7, age_bits_mid=5, age_bits_old=3), one_tier=dict(age_recent_boundary=0, age_mid_boundary=0)),
+    turboquant_mse=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-EXACT = dict(turboquant_rvq=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
+EXACT = dict(turboquant_rvq=0, turboquant_mse=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
 
 @dataclass(frozen=True)
 class Case:
@@ -59,7 +60,7 @@ class Case:
         own = {f.name: kw.pop(f.name) for f in fields(m.options) if f.name in kw}
         return KVCacheConfig(method=self.method, head_dim=head_dim, options=m.options(**own), **kw)
     def create(self, **kw):
-        c = KVCacheFactory.create(self.config(**kw))
+        c = SERVABLE[self.method].cache_class(self.config(**kw))
         if rope := dict(self.given).get('rope'): c.bind(layer=0, head_dim=None, rope=rope, rope_unknown=False, keep_live=False, model='')
         return c
 

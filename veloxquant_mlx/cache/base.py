@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/cache/base.html.md"""
 
 # %% auto #0
 __all__ = ['KVCacheConfig', 'STANDALONE_METHODS', 'config_fields', 'own_fields', 'KVCacheFactory', 'KVCacheBuilder',
-           'layer_changes', 'for_model']
+           'layer_changes', 'for_model', 'serve_standalone']
 
 # %% ../../nbs/cache/base.ipynb #694d443e
 import dataclasses, functools, typing, warnings
@@ -173,21 +173,17 @@ def layer_changes(m:Method, # the configured method
     return [m.cache_class.layer_fields(widths[order[s.entry]])|base if s.counts else {} for s in slots]
 
 # %% ../../nbs/cache/base.ipynb #bf3225b3
-def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
-    config:KVCacheConfig # of a servable method; `head_dim` is taken from the model
-)->list: # as long as the model's own cache list
-    "One cache per layer: compressed where possible, the model's own elsewhere"
-    m = get_method(config.method)
-    if m.standalone: raise QuantizerConfigError(f"method must be servable inside a model, {m.name} is standalone (got {m.name!r}; turboquant_rvq is the servable relative)")
-    lm = text_model(model)
+def _replace_layers(model, config, cls)->list:
+    "One cache of a class per layer, where possible"
+    m, lm = get_method(config.method), text_model(model)
     plain = layer_config(config, bit_width_inlier=CacheSettings().bit_width_inlier) # options decide it, widths of layers do not
-    caches, slots = cache_slots(lm, m.cache_class(plain).needs_queries)
+    caches, slots = cache_slots(lm, cls(plain).needs_queries)
     keep_live, replaced = asks_again(lm), 0
     for s, changes in zip(slots, layer_changes(m, config, slots)):
         if s.reason:
             s.cache.vq_reason = s.reason
             continue
-        new = m.cache_class(layer_config(config, **changes))
+        new = cls(layer_config(config, **changes))
         new.bind(s.entry, layer_head_dim(s.attention), layer_rope(s.attention), rope_unknown(s.attention), keep_live, type(lm).__module__)
         if s.member is None: caches[s.entry] = new
         else: caches[s.entry] = CacheList(*[new if j==s.member else o for j,o in enumerate(caches[s.entry].caches)])
@@ -195,4 +191,22 @@ def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
     if not replaced: warnings.warn(f"{m.name}: nothing was compressed: {'; '.join(sorted({s.reason for s in slots}))}", stacklevel=2)
     return caches
 
+# %% ../../nbs/cache/base.ipynb #deb87ade
+def for_model(model, # a model of mlx-lm, or a VLM with `language_model`
+    config:KVCacheConfig # of a servable method; `head_dim` is taken from the model
+)->list: # as long as the model's own cache list
+    "One cache per layer: compressed where possible, the model's own elsewhere"
+    m = get_method(config.method)
+    if m.standalone: raise QuantizerConfigError(f"method must be servable inside a model, {m.name} is standalone (got {m.name!r}; turboquant_rvq is the servable relative, and serve_standalone serves {m.name} all the same)")
+    return _replace_layers(model, config, m.cache_class)
+
 KVCacheBuilder.for_model = staticmethod(for_model)
+
+# %% ../../nbs/cache/base.ipynb #4871d364
+def serve_standalone(model, # a model of mlx-lm, or a VLM with `language_model`
+    config:KVCacheConfig # of a standalone method; `head_dim` is taken from the model
+)->list: # as long as the model's own cache list
+    "One serving cache of a standalone method per layer, the model's own where that is not possible"
+    m = get_method(config.method)
+    if not m.standalone: raise QuantizerConfigError(f"method must be standalone: KVCacheBuilder.for_model serves the others (got {m.name!r})")
+    return _replace_layers(model, config, m.cache_class.serving)

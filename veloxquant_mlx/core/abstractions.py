@@ -11,7 +11,8 @@ __all__ = ['Quantizer', 'KVCache', 'ArtifactStore', 'CacheEvent', 'QuantizationO
 
 # %% ../../nbs/core/abstractions.ipynb #873095c0
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 import mlx.core as mx
 
 # %% ../../nbs/core/abstractions.ipynb #abe76736
@@ -63,12 +64,14 @@ class KVCache(ABC):
 class ArtifactStore(ABC):
     "Named groups of arrays that methods load instead of fitting them online"
     @abstractmethod
-    def load(self, key:str # `<method>/<model id>` and, for one layer, `/<layer>`
+    def load(self, key:str, # `<method>/<model id>` and, for one layer, `/<layer>`
+        **facts # what the artifact must belong to: model, n_layers, head_dim, …
     )->dict|None: # name → array; None if there is nothing under this key
         "The artifact's arrays"
     @abstractmethod
     def save(self, key:str, # as for `load`
-        arrays:dict # name → array
+        arrays:dict, # name → array
+        **facts # what the artifact belongs to
     ):
         "Keep an artifact"
 
@@ -82,6 +85,9 @@ class CacheEvent:
     offset:int # tokens seen after the update
     nbytes:int # bytes the layer holds after the update
     seconds:float # time that storing took, evaluated
+    keys:mx.array|None = field(default=None, compare=False, repr=False) # (B, H, L, D) new keys as they came
+    values:mx.array|None = field(default=None, compare=False, repr=False) # (B, H, L, D_v) new values
+    read:Callable|None = field(default=None, compare=False, repr=False) # 'k' or 'v' → float32 rows of all stored tokens, decoded when asked
 
 # %% ../../nbs/core/abstractions.ipynb #d3b32b4b
 class QuantizationObserver(ABC):

@@ -157,7 +157,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     self._hooked, self._single = L==1 and self._single and self._attended, L==1
     self._before, self.offset, self._attended, self._due = self.offset, self.offset+L, False, False
     self._tick(L)
-    if self.config.observers: self._observe(keys.shape, start)
+    if self.config.observers: self._observe(keys, values, start)
     if self._warning:
         message, self._warning = self._warning, None
         warnings.warn(f"{self.method}: {message}", stacklevel=2)
@@ -214,9 +214,11 @@ def live(self:CompressedCache): # (keys, values) or None
 
 # %% ../../nbs/engine/base.ipynb #279cfea0
 @patch
-def _observe(self:CompressedCache, shape, start):
+def _observe(self:CompressedCache, keys, values, start):
     mx.eval(self.payload())
-    event = CacheEvent(self.method, self.layer, tuple(shape), self.offset, self.nbytes, time.perf_counter()-start)
+    seconds = time.perf_counter()-start
+    read = lambda side: self.dense(side, self.offset).astype(mx.float32)
+    event = CacheEvent(self.method, self.layer, tuple(keys.shape), self.offset, self.nbytes, seconds, keys, values, read)
     for o in self.config.observers: o.on_event(event)
 
 # %% ../../nbs/engine/base.ipynb #917db579

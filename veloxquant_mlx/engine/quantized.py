@@ -97,7 +97,7 @@ def dense(self:QuantizedCache, kind:str, # 'k' or 'v'
 
 # %% ../../nbs/engine/quantized.ipynb #1286d490
 @patch
-def _by_kv_head(self:QuantizedCache, change, # `to_basis` or `from_basis` of a codec
+def _by_kv_head(self:QuantizedCache, change, # `query_basis` or `from_basis` of a codec
     x # (B, H_q, L, D)
 )->mx.array: # (B, H_q, L, ·)
     "Change the basis of queries or outputs"
@@ -116,7 +116,7 @@ def attention(self:QuantizedCache, queries:mx.array, scale:float, mask, sinks)->
     lo = self.first if window is None else max(self.first, self.offset-L-window+1, 0)
     mask = resolve_mask(mask, L, self.offset, lo, window, held=self.first)
     if self.no_kernel is None and (live is None or c.fused_sdpa is not False): return self._fused(queries, scale, mask, sinks, lo, live)
-    q = self._by_kv_head(self.keys_stream.codec.to_basis, queries)
+    q = self._by_kv_head(self.keys_stream.codec.query_basis, queries)
     if live is not None and (c.fused_sdpa or c.fused_sdpa_memory_bound):
         out = attend_tiles(q, self._tiles(lo, live), scale, mask, sinks, n=self.offset-lo)
     else: out = attend_rows(q, *self._rows(lo, live), scale, mask, sinks)
@@ -128,8 +128,9 @@ def _fused(self:QuantizedCache, queries, scale, mask, sinks, lo, live)->mx.array
     "Attention by kernels"
     k, v = (s.codec for s in (self.keys_stream, self.values_stream))
     own_basis = type(v).from_basis is not Codec.from_basis
-    q = queries if type(k).to_basis is Codec.to_basis else self._by_kv_head(k.to_basis, queries)
-    (D, D_v), T, hi = self.shape[2:], self.offset, self.offset if live is None else self._before
+    own_queries = any(getattr(type(k), o) is not getattr(Codec, o) for o in ('to_basis', 'query_basis'))
+    q = self._by_kv_head(k.query_basis, queries) if own_queries else queries
+    D, D_v, T, hi = q.shape[-1], self.shape[3], self.offset, self.offset if live is None else self._before
     part = lambda a, b: mask[..., a-lo:b-lo] if isinstance(mask, mx.array) else None
     dtype = queries.dtype if live is None and not own_basis else mx.float32
     old = lambda sinks: decode_attention(q, self.keys_stream.side(D), self.values_stream.side(D_v), scale, part(lo, hi), sinks, lo, hi, T, dtype)

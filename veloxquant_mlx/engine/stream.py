@@ -89,6 +89,7 @@ class Codec:
     def snippet(self, arrays:tuple)->Snippet: raise NotImplementedError # how the attention kernel reads the packed arrays
     def operands(self, arrays:tuple, start:int)->tuple: return arrays # packed arrays from position `start` on, and tables, in the snippet's order
     def to_basis(self, x:mx.array)->mx.array: return x # (B, H, n, D) rows or queries into the codec's basis
+    def query_basis(self, q:mx.array)->mx.array: return self.to_basis(q) # (B, H, n, D) queries, where they are mapped in another way than rows
     def from_basis(self, y:mx.array)->mx.array: return y # (B, H, n, D) rows or outputs back into the model's
     def exact(self, x:mx.array)->mx.array: # (B, H, n, D) rows for the attention kernel: untouched, unless the codec has a basis of its own
         return x if x is None or type(self).to_basis is Codec.to_basis else self.to_basis(x.astype(mx.float32))
@@ -179,12 +180,15 @@ def read(self:Stream, lo:int, # first position, not before `first`
 
 # %% ../../nbs/engine/stream.ipynb #2798f6ae
 @patch
+def packed_rows(self:Stream, lo:int, hi:int)->tuple: # of arrays, as from `Codec.encode`
+    "Stored arrays of packed tokens lo to hi, counted behind the sinks; block borders where arrays have a row for more than a token"
+    return tuple(o.rows((lo-self.dropped)*p//q, -(-(hi-self.dropped)*p//q)) for o,(p,q) in zip(self.packed, self.rates))
+@patch
 def _decode(self:Stream, a, b):
     "Packed tokens a to b, counted behind the sinks"
     unit = 1 if all(q==1 for _,q in self.rates) else self.block
     lo, hi = a//unit*unit, min(-(-b//unit)*unit, self.n_packed)
-    arrays = tuple(o.rows((lo-self.dropped)*p//q, -(-(hi-self.dropped)*p//q)) for o,(p,q) in zip(self.packed, self.rates))
-    rows = self.codec.decode(arrays, self.n_sink+lo)
+    rows = self.codec.decode(self.packed_rows(lo, hi), self.n_sink+lo)
     return rows if (lo, hi)==(a, b) else rows[..., a-lo:b-lo, :]
 
 # %% ../../nbs/engine/stream.ipynb #c1aa3ce9
