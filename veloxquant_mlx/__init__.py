@@ -43,7 +43,11 @@ Modules:
 - `veloxquant_mlx.methods.kitty`: Two-bit keys with a few channels at four bits: on each page of tokens, those of the largest magnitude.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
+- `veloxquant_mlx.methods.polar`: Directions instead of coordinates: after a random rotation the angles of a vector need no scales.
+- `veloxquant_mlx.methods.qjl`: One bit a projection: the signs of a random sketch of each key, and its length.
+- `veloxquant_mlx.methods.spectral`: The data's own axes instead of a random rotation: bits where the energy is.
 - `veloxquant_mlx.methods.turboquant_mse`: One codebook for every vector: a random rotation gives all coordinates the same known law.
+- `veloxquant_mlx.methods.turboquant_prod`: One bit less for the codes; the bit that is saved holds the sign of what they leave out.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.

@@ -17,12 +17,13 @@ class Traits:
     exact_prompt:bool = True # a prompt fed in one call gets exact attention
     below_fp16:bool = True # fewer bytes than fp16 at 2,048 tokens, whatever the rows
     ranks_nan:bool = False # NaN is an input with a meaning
+    sides:str = 'kv' # what the width is a width of
     seed:str|None = None # the field that random draws come from
 
 FAMILY = dict(quantize={}, hybrid={}, low_rank=dict(prompt_end=True), cross_layer=dict(prompt_end=True),
     evict=dict(trimmable=False, evicts=True, prompt_end=True))
 METHOD = dict(
-    turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
+    turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed', sides='v'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
     zipcache=dict(prompt_end=True, seed='seed'), amc=dict(prompt_end=True), anchorkv=dict(prompt_end=True, seed='anchorkv_seed'),
     palu=dict(exact_prompt=False), minicache=dict(below_fp16=False), a2ats=dict(trimmable=False, below_fp16=False, seed='seed'),
     rocketkv=dict(trimmable=False, evicts=True, prompt_end=True), streaming_llm=dict(prompt_end=False), kvzip=dict(below_fp16=False),
@@ -38,13 +39,16 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     age_tiered=dict(age_recent_boundary=32, age_mid_boundary=96, age_group_size=16),
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
 VARIANTS = dict(
+    spectral=dict(uneven=dict(bit_width_outlier=5, jl_dim=7, spectral_key_d_eff=9, spectral_val_d_eff=16), no_sketch=dict(spectral_apply_qjl=False, spectral_key_d_eff=0)),
     age_tiered=dict(uneven=dict(age_recent_boundary=21, age_mid_boundary=50, age_bits_recent=7, age_bits_mid=5, age_bits_old=3), one_tier=dict(age_recent_boundary=0, age_mid_boundary=0)),
+    turboquant_prod=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32), signs=dict(bit_width_inlier=1, jl_dim=80)),
+    qjl=dict(outliers=dict(n_outlier_channels=4, n_calib_tokens=4, jl_dim=48, bit_width_outlier=2), short=dict(jl_dim=20)),
     turboquant_mse=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-EXACT = dict(turboquant_rvq=0, turboquant_mse=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
+EXACT = dict(spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +58,10 @@ class Case:
     def __str__(self): return f'{self.method}-{self.name}'
     @property
     def traits(self): return traits(self.method)
+    @property
+    def window_unit(self): # a sliding window must be a multiple of it
+        d = dict(self.given)
+        return 4*d['n_calib_tokens'] if self.method=='qjl' and d.get('n_outlier_channels') else 1
     def config(self, head_dim=32, **kw):
         "Fields of the method go through its options object"
         m, kw = SERVABLE[self.method], {k: v for k,v in self.given if k!='rope'}|kw

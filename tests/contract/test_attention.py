@@ -47,7 +47,8 @@ def test_error_shrinks_with_bits(method):
     x = rows()
     size = lambda a: mx.sqrt((a**2).mean()).item()
     errors = [[size(a-b)/size(b) for a,b in zip(decoded(filled(case, x)), (x.k, x.v))] for case in widths(method)]
-    for side in zip(*errors): assert list(side)==sorted(side, reverse=True) and len(set(side))==len(side) and side[0]<.6 and side[-1]<.1
+    for name,side in zip('kv', zip(*errors)):
+        if name in traits(method).sides: assert list(side)==sorted(side, reverse=True) and len(set(side))==len(side) and side[0]<.6 and side[-1]<.1
 
 # --- heads and dtypes
 
@@ -177,6 +178,7 @@ def test_a_bypassed_hook_is_an_error(case):
 @pytest.mark.parametrize('w', [1,24,T,4*T])
 def test_sliding_window(case, w):
     "A band over the rows that an unlimited cache reads; storage follows the window"
+    w = -(-w//case.window_unit)*case.window_unit
     a, b, at, x = case.create(), case.create(sliding_window=w), 0, rows(T+61)
     if a.needs_queries: a = b # what queries see decides what is packed: the cache's own rows
     for n in (50,1,T-51,1,1,40,1,18):

@@ -176,7 +176,7 @@ def read(self:Stream, lo:int, # first position, not before `first`
     n0, done = self.n_sink, self.n_packed
     a, b = max(lo-n0, 0), min(hi-n0, done)
     parts = [exact(self.sink, lo, min(hi, n0)), self._decode(a, b) if b>a else None, exact(self.tail, max(lo-n0-done, 0), hi-n0-done)]
-    return _join(parts) if any(p is not None for p in parts) else self.tail[..., :0, :].astype(mx.float32)
+    return _join(parts) if any(p is not None for p in parts) else self.codec.to_basis(self.tail[..., :0, :].astype(mx.float32))
 
 # %% ../../nbs/engine/stream.ipynb #2798f6ae
 @patch

@@ -12,8 +12,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/turboquant_mse.html.md"""
 __all__ = ['TurboQuantMSEServingCache', 'unit_levels', 'MSECodec', 'TurboQuantMSEOptions', 'check_outlier_stream',
            'TurboQuantMSECache']
 
-# %% ../../nbs/methods/turboquant_mse.ipynb #7ce70d90
-import functools, math
+# %% ../../nbs/methods/turboquant_mse.ipynb #06463275
+import functools
 from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
@@ -96,8 +96,8 @@ def check_outlier_stream(config): # a `KVCacheConfig` or `LayerConfig`
     if on and not 1<=(n or 0)<config.head_dim: raise QuantizerConfigError(f"n_outlier_channels must be >= 1 and < head_dim, {config.head_dim}, when enable_outlier_two_stream is on (got {n})")
     if b is not None and not 1<=b<=8: raise QuantizerConfigError(f"bit_width_outlier must be >= 1 and <= 8 (got {b})")
 
-# %% ../../nbs/methods/turboquant_mse.ipynb #2fa9c88c
-@register('turboquant_mse', family='quantize', paper='arXiv:2504.19874', options=TurboQuantMSEOptions, rank=3, standalone=True)
+# %% ../../nbs/methods/turboquant_mse.ipynb #ed45ebf5
+@register('turboquant_mse', family='quantize', paper='arXiv:2504.19874', options=TurboQuantMSEOptions, rank=1, standalone=True)
 class TurboQuantMSECache(StandaloneCache):
     "Rotated keys and values, optimal scalar codes"
     @classmethod
