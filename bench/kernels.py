@@ -6,6 +6,9 @@
 Attention is that of one new token: 32 query heads, 8 KV heads, 128 channels, half precision. A time is the median over repetitions of
 many independent calls in one evaluation, divided by their number. Calls take turns over input sets that together exceed the caches of
 the chip. Without GPU kernels the same rows run as array operations, with few tokens.
+
+Encoding a few thousand tokens takes less time on the GPU than MLX needs to hand over one operation. So the same rows are also copied
+by MLX itself, which shows what that size can reach at all, and encoding is measured once more with enough tokens to hide the handing over.
 """
 import argparse, gc, json, math, statistics, sys, time
 import mlx.core as mx, mlx.nn as nn, mlx_lm
@@ -19,7 +22,7 @@ from veloxquant_mlx.kernels.encode import group_pack, level_pack, rotate_pack, r
 from veloxquant_mlx.kernels.gather import gather_rows
 from veloxquant_mlx.kernels.runtime import backend
 from veloxquant_mlx.kernels.snippets import exact_rows, per_token
-from veloxquant_mlx.methods.turboquant_rvq import RVQCodec, plane_table
+from veloxquant_mlx.methods.turboquant_rvq import RVQCodec, plane_book, plane_table
 from veloxquant_mlx.ops.affine import dequantize_per_token, quantize_per_channel, quantize_per_token
 from veloxquant_mlx.ops.codebook import nearest_level
 from veloxquant_mlx.ops.packing import pack_codes
@@ -31,6 +34,7 @@ METHODS = 'turboquant_rvq', 'kivi', 'kvquant', 'gear'
 PARTS = 'attention', 'methods', 'encode', 'memory'
 CHIP = 60_000_000 # bytes that the caches of a chip may hold
 LIMIT = 2e-3 # relative error of attention
+FEW, MANY = 4096, 65536 # tokens to encode; results are checked where they are few
 
 # --- inputs
 
@@ -142,7 +146,7 @@ class Bench:
         self.copy = 2*big.nbytes/min(clock([f], 4, self.repetitions)[0] for f in (lambda: big+0, lambda: -big))
 
     def row(self, what, B, T, make, call, error=None, # make() → inputs; call(*inputs) → outputs; error(outputs, *inputs) → number
-        limit=LIMIT, moved=None, kernel=True, ours=True, **more): # moved(inputs, outputs) → bytes, if not all of them
+        limit=LIMIT, moved=None, kernel=True, ours=True, calls=None, **more): # moved(inputs, outputs) → bytes, if not all of them
         "Measure and check one case; an exception is its result"
         row = dict(what=what, B=B, T=T, kernel=kernel and self.kernels and ours) | more
         try:
@@ -150,7 +154,7 @@ class Bench:
             out = evaluated(call(*inputs))
             row['bytes'] = moved(inputs, out) if moved else nbytes([inputs, out])
             if error: row['error'] = error(out, *inputs)
-            n = self.calls if row['kernel'] or not ours else 1
+            n = (calls or self.calls) if row['kernel'] or not ours else 1
             sets = [evaluated(make()) for _ in range(min(n, max(3, -(-3*CHIP//row['bytes']))))] # new ones: what a CPU has read stays in its memory
             row['seconds'], row['host'], row['total'] = clock([lambda s=s: call(*s) for s in sets], n, self.repetitions)
             if not row.get('error', 0)<=limit: row['problem'] = f"error {row['error']:.1e} > {limit:g}"
@@ -222,15 +226,20 @@ class Bench:
         "The error is the share of numbers that differ from those of array operations on the CPU"
         def error(out, *inputs):
             with mx.stream(mx.cpu): return compare(arrays(out), arrays(plain(*inputs)))
-        self.row(what, 1, T, make or (lambda: (rows(1, T),)), f if self.kernels else plain, error if self.kernels else None, limit, moved)
+        few = T<=FEW
+        self.row(what, 1, T, make or (lambda: (rows(1, T),)), f if self.kernels else plain, error if self.kernels and few else None, limit, moved, calls=self.encode_calls(T))
+
+    def encode_calls(self, T): # waiting for the end takes a fraction of a millisecond, which short calls must share
+        return 4*self.calls if self.gpu and T<=FEW else max(2, self.calls//4)
 
     def encodings(self, T):
+        self.row('mlx copy', 1, T, lambda: (rows(1, T),), lambda x: x+0, ours=False, calls=self.encode_calls(T))
         for bits in (4, 2):
             for per,plain in dict(token=quantize_per_token, channel=quantize_per_channel).items():
                 self.encoding(f'group_pack {bits} bit {per}', T, lambda x, bits=bits, per=per: group_pack(x, bits, GROUP, per=per), lambda x, bits=bits, plain=plain: plain(x, bits, GROUP))
-        levels = plane_table(4, None, 1)[:, 0]
-        self.encoding('rotate_pack 2+2 bit', T, lambda x: rotate_pack(x, levels, (2, 2), 0), lambda x: RVQCodec(4, D, 0).encode(x, 0), compare=share_decoded_differing, limit=1e-3)
-        self.encoding('level_pack 4 bit', T, lambda x: level_pack(x, levels, 4), lambda x: pack_codes(nearest_level(x.astype(mx.float32), levels), 4))
+        levels, book = plane_table(4, None, 1)[:, 0], plane_book(4, None)
+        self.encoding('rotate_pack 2+2 bit', T, lambda x: rotate_pack(x, book, (2, 2), 0), lambda x: RVQCodec(4, D, 0).encode(x, 0), compare=share_decoded_differing, limit=1e-3)
+        self.encoding('level_pack 4 bit', T, lambda x: level_pack(x, book, 4), lambda x: pack_codes(nearest_level(x.astype(mx.float32), levels), 4))
         self.encoding('row_unpack 4 bit token', T, lambda w, s, z: row_unpack(w, 4, D, s, z, group_size=GROUP),
             lambda w, s, z: dequantize_per_token(w, s, z, 4, GROUP, D).astype(mx.float16), make=lambda: random_codes(1, T, 4))
         def kept(): return mx.sort(mx.argsort(mx.random.uniform(shape=(1, H, T)), axis=-1)[..., :T//2], axis=-1).astype(mx.int32)
@@ -320,7 +329,8 @@ def main(args=None)->int: # 1 if a kernel failed or is wrong
         for n in bits: b.affine(B, T, n); free()
     if timed or peak:
         for n in a.methods: b.method(n, longest, timed, peak); free()
-    if 'encode' in a.only: b.encodings(min(4096, longest))
+    if 'encode' in a.only:
+        for T in dict.fromkeys([min(FEW, longest), *([MANY] if b.gpu and not a.quick else [])]): b.encodings(T); free()
     for n,g in a.rivals if timed or (1, longest) in shapes else (): b.mlx_lm(longest, n, g); free() # last: MLX compiles its quantized products for most of a minute
     b.say('done')
     b.finish()

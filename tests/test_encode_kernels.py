@@ -1,7 +1,7 @@
 "Encode, decode and gather kernels in the emulator against the array operations."
 import mlx.core as mx, numpy as np, pytest
 from emulated import emulated
-from veloxquant_mlx.kernels.encode import group_pack, level_pack, rotate_pack, row_unpack
+from veloxquant_mlx.kernels.encode import group_pack, level_book, level_pack, rotate_pack, row_unpack
 from veloxquant_mlx.kernels.gather import gather_rows
 from veloxquant_mlx.kernels.runtime import use_backend
 from veloxquant_mlx.methods.turboquant_rvq import SPLITS, RVQCodec, plane_table
@@ -10,10 +10,11 @@ from veloxquant_mlx.ops.codebook import nearest_level
 from veloxquant_mlx.ops.packing import pack_codes, unpack_codes
 from veloxquant_mlx.ops.rotation import rotation
 
-@pytest.fixture(params=['forward', 1], autouse=True)
+@pytest.fixture(params=[('forward', 'cuda'), (1, 'metal')], autouse=True)
 def emulator(request):
-    "In two orders of the threads; these texts use no matrix tiles, so that the lane layout does not matter"
-    with use_backend(emulated(order=request.param)): yield
+    "In two orders of the threads and two layouts of the matrix tiles"
+    order, layout = request.param
+    with use_backend(emulated(order=order, layout=layout)): yield
 
 @pytest.fixture
 def rng(request): return np.random.default_rng(list(request.node.originalname.encode()))
@@ -72,17 +73,18 @@ def test_group_pack_beyond_half(rng, per):
 def test_no_rows():
     x = mx.zeros((1, 2, 0, 64))
     assert [o.shape for o in group_pack(x, 4, 32)]==[(1, 2, 0, 8), (1, 2, 0, 2), (1, 2, 0, 2)]
-    assert [o.shape for o in rotate_pack(x, mx.arange(16), (2, 2), 1)]==[(1, 2, 0, 4), (1, 2, 0, 4), (1, 2, 0, 1)]
+    assert [o.shape for o in rotate_pack(x, level_book(np.arange(16)), (2, 2), 1)]==[(1, 2, 0, 4), (1, 2, 0, 4), (1, 2, 0, 1)]
 
 @pytest.mark.parametrize('n_bits', range(1, 9))
 def test_level_pack(rng, n_bits):
     dim,n = dims[n_bits%5][0],[1, 5][n_bits%2]
     levels = mx.array(np.sort(rng.standard_normal(2**n_bits)), mx.float32)
     x = rows(rng, (2, 3, n, dim))
-    assert_same(level_pack(x, levels, n_bits), [pack_codes(nearest_level(x, levels), n_bits)])
+    book = level_book(levels)
+    assert_same(level_pack(x, book, n_bits), [pack_codes(nearest_level(x, levels), n_bits)])
     if n_bits in SPLITS and n_bits>1:
         (b1, b2), codes = SPLITS[n_bits], nearest_level(x, levels)
-        assert_same(level_pack(x, levels, (b1, b2)), [pack_codes(codes>>b2, b1), pack_codes(codes&(2**b2-1), b2)])
+        assert_same(level_pack(x, book, (b1, b2)), [pack_codes(codes>>b2, b1), pack_codes(codes&(2**b2-1), b2)])
 
 @pytest.mark.parametrize('dim,dtype', [(83, mx.float32), (64, mx.bfloat16)])
 def test_level_pack_tables(rng, dim, dtype):
@@ -90,7 +92,17 @@ def test_level_pack_tables(rng, dim, dtype):
     x = mx.array(rng.integers(-8, 8, (2, 3, 5, dim))/2, mx.float32).astype(dtype)
     levels = mx.array([[-2, -1, 1, 4], [-3, 0, 1, 2]], mx.float32)
     want = mx.stack([nearest_level(r.astype(mx.float32), l) for r,l in zip(x, levels)])
-    assert_same(level_pack(x, levels, 2), [pack_codes(want, 2)])
+    assert_same(level_pack(x, level_book(levels), 2), [pack_codes(want, 2)])
+
+@pytest.mark.parametrize('levels', [[5, 5, 5, 5], [1000, 1000.25, 1001, 1003], [-1e30, 0, 1e-30, 1e30], [0, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 100], np.arange(16)**3])
+def test_level_pack_books(rng, levels):
+    "Levels at any distances; numbers on midpoints, next to them, and far away"
+    l = np.array(levels, np.float32)
+    mid = (l[1:]+l[:-1])/2
+    x = np.concatenate([mid, np.nextafter(mid, -np.inf), np.nextafter(mid, np.inf), l, [-3e38, 3e38, 0, -0.]]).astype(np.float32)
+    x = mx.array(np.pad(x, (0, 128-len(x)), mode='wrap').reshape(1, 2, 64))
+    n_bits = len(l).bit_length()-1
+    assert_same(level_pack(x, level_book(l), n_bits), [pack_codes(nearest_level(x, mx.array(l)), n_bits)])
 
 def unpack(arrays, codec):
     "Codes of both planes together"
@@ -104,7 +116,8 @@ def test_rotate_pack(rng, n_bits, dim, dtype):
     x = rows(rng, (1, 3, 41, dim), dtype)
     x[0, 0, 1] = 0
     levels, widths = plane_table(n_bits, codec.law, 1)[:, 0], codec.widths if codec.widths[1] else n_bits
-    got, want = rotate_pack(x, levels, widths, 5), codec.encode(x, 0)
+    book = level_book(levels)
+    got, want = rotate_pack(x, book, widths, 5), codec.encode(x, 0)
     assert [(o.shape, o.dtype) for o in got]==[(o.shape, o.dtype) for o in want]
     # Codes are equal unless a coordinate lies between two levels but for float rounding. Both paths sum D terms of float32 in an order of their own, over
     # log2(D) stages that are each off by 2^-24 of numbers below 8. A constant row has many such coordinates: half its signs cancel, and 0 is a midpoint.
@@ -116,7 +129,7 @@ def test_rotate_pack(rng, n_bits, dim, dtype):
     assert ((a==b) | (np.abs(a-b)==1) & (np.abs(y-midpoint)<np.log2(dim)*2**-21)).all()
     s, t = (np.array(o[-1]).astype(np.float64) for o in (got, want))
     assert (np.abs(s-t)<=2**-10*t).all()                        # its last bit
-    alone = rotate_pack(x[:, 1:2, 7:8], levels, widths, 5)
+    alone = rotate_pack(x[:, 1:2, 7:8], book, widths, 5)
     assert_same(alone, [o[:, 1:2, 7:8] for o in got])
 
 @pytest.mark.parametrize('n_bits', range(1, 9))

@@ -13,7 +13,7 @@ from veloxquant_mlx.engine.registry import methods
 from veloxquant_mlx.kernels.runtime import Backend, use_backend
 from veloxquant_mlx.ops.rope import RopeParams
 
-MUST = {'kivi', 'gear', 'turboquant_rvq', 'kvquant', 'kitty', 'turboquant_prod', 'qjl', 'polar', 'spectral'} # have kernels
+MUST = {'kivi', 'kivi_sink', 'adakv', 'gear', 'turboquant_rvq', 'kvquant', 'kitty', 'skvq', 'turboquant_mse', 'turboquant_prod', 'qjl', 'polar', 'spectral'} # have kernels
 
 NO_LANES = dict(polar=(272, 288)) # head dimensions that kernels cannot read, for methods that do not have these
 def no_lanes(method): return NO_LANES.get(method, (84, 264))
@@ -47,9 +47,12 @@ def case(method, dim=64, value_dim=None, n_rep=2, B=1, rope=None, **fields):
     return Case(method, tuple(fields.items()), dim, value_dim or dim, n_rep, B, rope, method=='turboquant_rvq')
 
 kivi = lambda b, g=32, R=32, **kw: case('kivi', bit_width_inlier=b, kivi_group_size=g, residual_length=R, **kw)
+kivi_sink = lambda b=2, g=32, R=32, **kw: case('kivi_sink', bit_width_inlier=b, kivi_group_size=g, residual_length=R, **kw)
+adakv = lambda R=32, **kw: case('adakv', residual_length=R, **kw)
 rvq = lambda b, **kw: case('turboquant_rvq', bit_width_inlier=b, **kw)
 gear = lambda **kw: case('gear', **kw)
 kvquant = lambda b=3, dim=64, n_calib_tokens=32, **kw: case('kvquant', dim, kvquant_bits=b, n_calib_tokens=n_calib_tokens, **kw)
+skvq = lambda b=2, dim=64, w=24, n_calib_tokens=40, **kw: case('skvq', dim, skvq_bits_key=b, skvq_window=w, n_calib_tokens=n_calib_tokens, **kw)
 kitty = lambda P=32, **kw: case('kitty', residual_length=P, **kw)
 spectral = lambda b, **kw: case('spectral', bit_width_inlier=b, **kw)
 polar = lambda b, **kw: case('polar', bit_width_inlier=b, **kw)
@@ -62,11 +65,16 @@ CASES = [
     spectral(2), spectral(3, dim=128, n_rep=4, bit_width_outlier=5), spectral(8, dim=80, value_dim=16, B=2), spectral(1, dim=256, value_dim=24, jl_dim=7), spectral(4, dim=96, value_dim=256, spectral_apply_qjl=False),
     polar(2), polar(1, dim=80, value_dim=16), polar(3, dim=128, n_rep=4), polar(4, dim=256, value_dim=240), polar(6, dim=96, value_dim=48, B=2), polar(5, dim=32, value_dim=176),
     kivi(2, value_dim=80), kivi(4, g=16, R=48, dim=80, n_rep=4), kivi(3, g=48, R=48, B=2), kivi(8, dim=96, value_dim=64),
+    kivi_sink(), kivi_sink(3, g=16, R=48, dim=80, n_rep=4, B=2, n_sink_tokens=17), kivi_sink(4, dim=96, value_dim=64, n_sink_tokens=1), kivi_sink(n_sink_tokens=0),
+    adakv(), adakv(64, dim=128, n_rep=4, value_dim=80, adakv_importance='attention_entropy'), adakv(48, dim=80, adakv_group_size=16, B=2, adakv_lo_bit=1, adakv_mid_bit=5, adakv_hi_bit=8, adakv_target_avg_bits=3.5, adakv_update_interval=2),
+    adakv(dim=256, value_dim=64, adakv_mid_bit=2, adakv_target_avg_bits=3.3), adakv(adakv_lo_bit=3, adakv_hi_bit=3, adakv_target_avg_bits=3.),
     rvq(2), rvq(1, B=2), rvq(3, n_rep=4, value_dim=128), rvq(5, dim=128), rvq(8, dim=80), rvq(4, dim=256, value_dim=64),
     gear(), gear(gear_rank=0, B=2), gear(gear_sparse_fraction=0., gear_rank=3, value_dim=80), gear(gear_bits=4, gear_rank=16, n_rep=4, dim=96), gear(gear_quantize_values=False),
     gear(gear_rank=0, gear_sparse_fraction=0., gear_group_size=48),
     kvquant(rope=RopeParams(64)), kvquant(B=2, value_dim=80), kvquant(2, kvquant_outlier_fraction=0., kvquant_n_sink=0, rope=RopeParams(64, base=5e5, scale=.25)),
     kvquant(5, dim=80, n_rep=4, rope=RopeParams(80), kvquant_n_sink=5),
+    skvq(rope=RopeParams(64)), skvq(3, B=2, value_dim=80, skvq_group_size=24), skvq(4, dim=80, n_rep=4, rope=RopeParams(80, base=5e5, scale=.25), skvq_n_sink=0, skvq_bits_value=8),
+    skvq(dim=128, skvq_clip_search=False, skvq_group_size=8, skvq_bits_value=1), skvq(dim=72, skvq_reorder=False, w=0),
     kitty(), kitty(64, dim=128, n_rep=4, value_dim=80), kitty(48, dim=80, kitty_group_size=16, kitty_hi_fraction=.5, B=2), kitty(dim=256, value_dim=64),
     kitty(dim=128, kitty_hi_fraction=1.), kitty(kitty_hi_fraction=0.), *(kitty(dim=d, kitty_lo_bit=a, kitty_hi_bit=b) for a,b,d in ((2,3,72), (2,5,128), (4,8,96), (3,8,64), (2,8,80), (1,8,64)))]
 ONE = list({c.method: c for c in reversed(CASES)}.values())[::-1] # the first of each method
@@ -112,11 +120,15 @@ class Pair:
             mx.eval(got)
         assert self.fused.no_kernel is None
         q, k, v = x
+        learns = self.plain.needs_queries
         handles = self.plain.update_and_fetch(k, v)
-        assert_same_storage(self.fused, self.plain, self.case.close)
+        if not learns: assert_same_storage(self.fused, self.plain, self.case.close)
         if self.case.close: self.plain.restore([mx.array(o) for o in self.fused.payload()], self.fused.counts())
         if isinstance(mask, str): mask = 'causal' if q.shape[2]>1 else None
         want = mx.fast.scaled_dot_product_attention(q, *handles, scale=q.shape[-1]**-.5, mask=mask, sinks=sinks)
+        if learns: # what is packed depends on the queries too, and is packed when the state is asked for
+            with use_backend(self.backend): mx.eval(want, self.fused.state, self.plain.state)
+            assert_same_storage(self.fused, self.plain, self.case.close)
         assert got.dtype==want.dtype and got.shape==want.shape
         bound = 8e-3 if q.dtype==mx.bfloat16 else 3e-3 if self.case.rope else 2e-3 # the output has 8 bits; angles are products of halves
         assert distance(got, want)<bound and error(got, want)<3*bound
@@ -215,8 +227,11 @@ def test_chunks_do_not_matter(case):
         call(whole, x)
         at = 0
         for n in [1, 1, 40, 100, 1, 7]:
-            parts.update_and_fetch(*(o[:, :, at:at+n] for o in x[1:]))
+            y = [o[:, :, at:at+n] for o in x]
+            if parts.needs_queries: call(parts, y)
+            else: parts.update_and_fetch(*y[1:])
             at += n
+        mx.eval(whole.state, parts.state)
         assert_same_storage(whole, parts, False)
 
 @one
@@ -229,6 +244,7 @@ def test_launches_of_a_step(case):
     with use_backend(Backend('counting', launch)):
         c = case.cache()
         call(c, draw(case, 140, 0))
+        mx.eval(c.state) # what the prompt's queries decided is packed now, not with the step
         names.clear()
         mx.eval(call(c, draw(case, 1, 1)))
     assert names.count('decode_attention')==names.count('merge_splits')==1 and len(names)<=4+(case.method=='turboquant_prod')
@@ -284,7 +300,9 @@ UNFIT = [(qjl(32), '32 signs are fewer than the 64 channels of exact rows'), (qj
     (qjl(64, n_outlier_channels=4, n_calib_tokens=8), 'every group of tokens has outlier channels of its own'), (prod(2, jl_dim=32), '32 signs of 64 channels cannot be read beside the codes'), (prod(2, dim=256), 'keys of 512 numbers are more than 256'), (polar(6, dim=256), '8 angles of 6 bits are more than a word'), (kivi(2, g=8), 'groups of 8 tokens are no multiple of 16'), (gear(gear_group_size=24), 'groups of 24 tokens are no multiple of 16|groups of 24 are no multiple of 16'),
     (gear(gear_rank=17), 'rank 17 is more than 16'), (kvquant(kvquant_refit_interval=64), 'tables differ from epoch to epoch'),
     (kitty(24, kitty_group_size=24), 'groups of 24 tokens are no multiple of 16'), (kitty(dim=256, kitty_hi_fraction=.6), '10 words of upper bits a token are more than 8'),
-    (case('age_tiered'), 'codes of three widths lie in three pools'), (spectral(2, jl_dim=9), '9 rows of a sketch are more than 8'), (spectral(8, dim=256, spectral_apply_qjl=False), 'codes of a lane lie in 8 words, more than 5'),
+    (spectral(2, jl_dim=9), '9 rows of a sketch are more than 8'), (spectral(8, dim=256, spectral_apply_qjl=False), 'codes of a lane lie in 8 words, more than 5'),
+    (skvq(dim=136), 'head dimension 136 is above 128'), (case('age_tiered'), 'codes of three widths lie in three pools'),
+    (adakv(24, adakv_group_size=8), 'groups of 8 tokens are no multiple of 16|blocks of 24 tokens are no multiple of 16'),
     (rvq(2, enable_outlier_two_stream=True, n_outlier_channels=8, n_calib_tokens=32), 'its codec has no kernel snippet')]
 
 @pytest.mark.parametrize('case,reason', UNFIT, ids=str)
@@ -304,6 +322,66 @@ def test_rope_that_kernels_do_not_know():
         for i,n in enumerate([140, 1]): call(cache, draw(c, n, i))
         assert 'RoPE turns other pairs' in cache.no_kernel
         with pytest.raises(RuntimeError, match='RoPE turns other pairs'): call(c.cache(use_metal_kernels=True), draw(c, 3, 0))
+
+# --- segments of classes
+
+zipcache = lambda **kw: case('zipcache', **kw)
+amc = lambda **kw: case('amc', **kw)
+SEGMENTED = [zipcache(value_dim=80), zipcache(dim=128, B=2, zipcache_hi_bits=8, zipcache_lo_bits=3), zipcache(dim=80, zipcache_quantize_values=False, zipcache_hi_fraction=.01), zipcache(zipcache_hi_fraction=1., n_rep=4),
+    amc(), amc(dim=128, value_dim=80, n_rep=4), amc(dim=80, value_dim=96, B=2, amc_group_size=8), amc(dim=256, amc_k_high=0., amc_group_size=20), amc(dim=96, value_dim=8, amc_use_query_saliency=True),
+    amc(amc_adaptive_thresholds=True, amc_calib_variance=.01)]
+
+@pytest.mark.parametrize('case,layout', [(c, l) for i,c in enumerate(SEGMENTED) for l in (('cuda', 'metal') if i in (0, 5) else (('cuda', 'metal')[i%2],))], ids=str)
+def test_segments(case, layout):
+    "Steps behind a prompt, with a second segment, calls of a few tokens, a cut segment and a restored cache: as with array operations, and the same is stored"
+    sinks = mx.array([2., -1, 0, 1]*case.n_rep)[:2*case.n_rep].astype(mx.float16)
+    inner, names = emulated(layout), []
+    def launch(kernel, *args):
+        names.append(kernel.name)
+        return inner.launch(kernel, *args)
+    back = Backend('counting', launch)
+    with use_backend(back): a = case.cache()
+    b = case.cache(use_metal_kernels=False)
+    def step(n, seed, kernels=True):
+        names.clear()
+        x, outs = draw(case, n, seed), []
+        with use_backend(back if kernels else None):
+            for c in (a, b):
+                outs.append(call(c, x, sinks=sinks))
+                mx.eval(outs[-1])
+            if not kernels: return
+            assert bool(names)==([sum(o) for o in a.sizes]==a.lengths)
+        assert distance(*outs)<2e-3 and error(*outs)<6e-3
+    for c in (a, b): c.expect_prompt(140)
+    step(140, 0, kernels=False)
+    assert a.no_kernel is None and a.details().endswith('kernels')
+    step(1, 1)
+    a.kernels = False # most of a second segment
+    for i in range(126): step(1, 10+i, kernels=False)
+    a.kernels = True
+    for i,n in enumerate([1, 1, 4, 1]): step(n, 200+i)
+    assert len(a.begins)>=2 and all(mx.array_equal(x, y) for x,y in zip(a.payload(), b.payload(), strict=True))
+    with use_backend(back): a, b = (type(a).from_state([mx.array(o) for o in c.state]) for c in (a, b))
+    b.kernels = False
+    for i,n in enumerate([0, 1, 6]): # of exact tokens, and of the last segment
+        for c in (a, b): assert c.trim(n)==n
+        for j in range(2): step(1, 300+10*i+j)
+
+def test_segments_are_counted():
+    "zipcache has a part for each segment; of many, array operations read all"
+    with use_backend(emulated()):
+        c = zipcache().cache(zipcache_group_size=8)
+        c.begins = list(range(17))
+        assert c.details().endswith('array operations: more than 16 segments')
+        for method in (zipcache, amc):
+            assert method().cache(head_dim=84).details().endswith('array operations: head dimension 84 is not a multiple of 8 up to 256')
+            assert method().cache(use_metal_kernels=True).no_kernel is None
+            with pytest.raises(RuntimeError, match='has no GPU kernel here: head dimension 84'): method().cache(use_metal_kernels=True, head_dim=84)
+    with use_backend(REFUSING):
+        for method in (zipcache, amc):
+            c = method().cache(use_metal_kernels=False)
+            c.expect_prompt(140)
+            for i,n in enumerate([140, 1]): mx.eval(call(c, draw(method(), n, i)))
 
 # --- tests of the test
 

@@ -108,7 +108,9 @@ def own(method, **kw): return METHODS[method].options(**kw)
 
 @pytest.mark.parametrize('method,field,value,kw', [
     ('kivi', 'residual_length', 0, {}), ('kivi', 'residual_length', 100, {}), ('kivi', 'residual_length', 31, {}),
-    ('kitty', 'residual_length', 0, {}), ('kitty', 'residual_length', 100, {}), ('kvquant', 'n_calib_tokens', 31, {}), ('turboquant_rvq', 'bit_width_outlier', 4, {}),
+    ('kivi_sink', 'residual_length', 100, {}), ('kivi_sink', 'n_sink_tokens', 32, dict(residual_length=32)),
+    ('zipcache', 'zipcache_hi_bits', 1, {}), ('amc', 'amc_k_mid', .9, {}), ('amc', 'amc_calib_variance', None, dict(amc_adaptive_thresholds=True)),
+    ('kitty', 'residual_length', 0, {}), ('kitty', 'residual_length', 100, {}), ('kvquant', 'n_calib_tokens', 31, {}), ('skvq', 'n_calib_tokens', 31, {}), ('turboquant_rvq', 'bit_width_outlier', 4, {}),
     ('turboquant_rvq', 'bit_width_outlier', 7, dict(enable_outlier_two_stream=True, n_outlier_channels=4)),
     ('turboquant_rvq', 'n_outlier_channels', None, dict(enable_outlier_two_stream=True)),
     ('turboquant_rvq', 'n_outlier_channels', 0, dict(enable_outlier_two_stream=True)),

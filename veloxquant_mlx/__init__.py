@@ -38,17 +38,23 @@ Modules:
 - `veloxquant_mlx.kernels.gather`: Copy chosen rows of every head.
 - `veloxquant_mlx.kernels.runtime`: One kernel text for Metal, CUDA and a CPU emulator.
 - `veloxquant_mlx.kernels.snippets`: The few lines that turn packed codes into numbers inside a kernel.
+- `veloxquant_mlx.methods.adakv`: A layer has one budget of bits; on every block of tokens the heads that lose most get most of it.
 - `veloxquant_mlx.methods.age_tiered`: Precision by token age: the newest groups at eight bits, middle-aged ones at four, old ones at two.
+- `veloxquant_mlx.methods.amc`: No token is dropped: salient ones stay exact, the middle keeps a third of its dimensions in 8 bits, the rest a sixteenth in 4 bits.
+- `veloxquant_mlx.methods.anchorkv`: A few exact anchor tokens; every other token is an anchor times a number, and a rest where it matters.
 - `veloxquant_mlx.methods.gear`: Quantize, then repair: a low-rank matrix for the error, a sparse one for the outliers.
 - `veloxquant_mlx.methods.kitty`: Two-bit keys with a few channels at four bits: on each page of tokens, those of the largest magnitude.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
+- `veloxquant_mlx.methods.kivi_sink`: Two-bit keys and values, but the few tokens that attract most of the attention stay exact and out of the statistics.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.polar`: Directions instead of coordinates: after a random rotation the angles of a vector need no scales.
 - `veloxquant_mlx.methods.qjl`: One bit a projection: the signs of a random sketch of each key, and its length.
+- `veloxquant_mlx.methods.skvq`: Channels with like ranges share a scale, ranges are clipped by a searched factor, and the newest tokens stay exact.
 - `veloxquant_mlx.methods.spectral`: The data's own axes instead of a random rotation: bits where the energy is.
 - `veloxquant_mlx.methods.turboquant_mse`: One codebook for every vector: a random rotation gives all coordinates the same known law.
 - `veloxquant_mlx.methods.turboquant_prod`: One bit less for the codes; the bit that is saved holds the sign of what they leave out.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
+- `veloxquant_mlx.methods.zipcache`: Tokens that queries really look at have four bits, all others two; a value's parameters cost next to nothing.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
 - `veloxquant_mlx.models.load`: One call for a hub id, a folder, a GGUF file, or the small embedded model.

@@ -35,20 +35,28 @@ def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get
 # --- configurations
 
 SMALL = dict( # fields with which a method begins to pack after a few dozen tokens; the defaults of the others do by token 290
-    kivi=dict(residual_length=32, kivi_group_size=8),
+    anchorkv=dict(anchorkv_window=8, anchorkv_anchor_frac=.125, anchorkv_theta=.3),
+    kivi=dict(residual_length=32, kivi_group_size=8), kivi_sink=dict(residual_length=32, kivi_group_size=8, n_sink_tokens=2), adakv=dict(residual_length=32, adakv_group_size=8),
     age_tiered=dict(age_recent_boundary=32, age_mid_boundary=96, age_group_size=16),
+    skvq=dict(n_calib_tokens=32, skvq_window=16, skvq_group_size=16),
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
 VARIANTS = dict(
     spectral=dict(uneven=dict(bit_width_outlier=5, jl_dim=7, spectral_key_d_eff=9, spectral_val_d_eff=16), no_sketch=dict(spectral_apply_qjl=False, spectral_key_d_eff=0)),
+    amc=dict(query=dict(amc_use_query_saliency=True), adaptive=dict(amc_adaptive_thresholds=True, amc_calib_variance=.01, amc_threshold_window=32), all_mid=dict(amc_k_high=0., amc_k_mid=1., amc_group_size=8)),
+    zipcache=dict(wide=dict(zipcache_hi_bits=8, zipcache_lo_bits=3, zipcache_hi_fraction=.5), exact_values=dict(zipcache_quantize_values=False)),
+    anchorkv=dict(rope=dict(rope=RopeParams(24)), all_rests=dict(anchorkv_theta=1., anchorkv_residual_bits=4, anchorkv_rho=1.), no_rests=dict(anchorkv_theta=.05)),
     age_tiered=dict(uneven=dict(age_recent_boundary=21, age_mid_boundary=50, age_bits_recent=7, age_bits_mid=5, age_bits_old=3), one_tier=dict(age_recent_boundary=0, age_mid_boundary=0)),
     turboquant_prod=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32), signs=dict(bit_width_inlier=1, jl_dim=80)),
     qjl=dict(outliers=dict(n_outlier_channels=4, n_calib_tokens=4, jl_dim=48, bit_width_outlier=2), short=dict(jl_dim=20)),
     turboquant_mse=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     turboquant_rvq=dict(outliers=dict(enable_outlier_two_stream=True, n_outlier_channels=8, bit_width_outlier=8, n_calib_tokens=32)),
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
+    adakv=dict(entropy=dict(adakv_importance='attention_entropy', adakv_obs_window=8), uneven=dict(adakv_lo_bit=1, adakv_mid_bit=4, adakv_hi_bit=8, adakv_target_avg_bits=4.3, adakv_update_interval=2)),
+    kivi_sink=dict(many=dict(n_sink_tokens=30, bit_width_inlier=3), none=dict(n_sink_tokens=0)),
+    skvq=dict(rope=dict(rope=RopeParams(24)), uneven=dict(skvq_bits_key=3, skvq_bits_value=5, skvq_group_size=24), plain=dict(skvq_reorder=False, skvq_clip_search=False, skvq_clip_alpha=.9, skvq_n_sink=0, skvq_window=0)),
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-EXACT = dict(spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kvquant=32, gear=127) # tokens that `SMALL` keeps exact
+EXACT = dict(spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
 
 @dataclass(frozen=True)
 class Case:
@@ -76,7 +84,7 @@ def widths(method):
     "Legal ones of the four usual widths, as configurations"
     c, small = SERVABLE[method].cache_class, SMALL.get(method, {})
     found = [b for b in (2,3,4,8) if b in c.bit_widths] if c.bit_field else []
-    return [Case(method, str(b), tuple((small|{c.bit_field: b}).items())) for b in found] or [Case(method, 'default', tuple(small.items()))]
+    return [Case(method, str(b), tuple((small|c.layer_fields(b)).items())) for b in found] or [Case(method, 'default', tuple(small.items()))]
 
 def variants(method): return [Case(method, n, tuple((SMALL.get(method, {})|kw).items())) for n,kw in VARIANTS.get(method, {}).items()]
 
@@ -184,12 +192,12 @@ def used(c, T, dtype=mx.float32):
     return B*H*T*(D+D_v)*dtype.size
 
 def exact_tokens(case, most=T):
-    "How many tokens a fresh cache keeps exact: until its bytes differ from theirs"
+    "How many tokens a fresh cache keeps exact: until its bytes, but for queries that it may have noted, differ from theirs"
     c, x = case.create(), rows(most)
     for i in range(most):
         if case.traits.prompt_end: c.expect_prompt(most)
         call(c, x[i:i+1])
-        if c.used_nbytes!=used(c, i+1): return i
+        if c.used_nbytes-sum(a.nbytes for a in c.watched())!=used(c, i+1): return i
     return most
 
 def held(o, seen=None):

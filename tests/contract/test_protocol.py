@@ -91,7 +91,7 @@ def test_observers_are_told_of_every_update(case):
     with pytest.raises(ValueError): c.update_and_fetch(mx.zeros((1,H,0,D)), mx.zeros((1,H,0,D)))
     assert [e.shape for e in a.events]==[(1,H,n,D) for n in (40,1,60,1)] and [e.offset for e in a.events]==[40,41,101,102]
     assert all(type(e) is CacheEvent and e.method==case.method and e.seconds>=0 and e.nbytes>0 for e in a.events) and a.events==b.events
-    if not case.traits.evicts: assert a.events[-1].nbytes==c.nbytes
+    if not case.traits.evicts and not c.needs_queries: assert a.events[-1].nbytes==c.nbytes # else the call's attention has packed since
 
 @one
 def test_observers_are_shared_by_copies_and_not_saved(case):
@@ -118,6 +118,7 @@ def grown(f):
         mx.clear_cache() # else larger buffers that earlier tests left are handed out again, and count in full
         before = mx.get_active_memory()
         kept = f()
+        if kept: mx.eval(kept.state) # what the last call decided is carried out at the next one, or here
         gc.collect()
         more = mx.get_active_memory()-before-(kept.nbytes if kept else 0)
     return more

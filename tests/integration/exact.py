@@ -9,9 +9,9 @@ from veloxquant_mlx.engine.registry import methods
 
 METHODS = [k for k,o in sorted(methods().items()) if issubclass(o.cache_class, CompressedCache)]
 def known(**settings): return {k: o for k,o in settings.items() if k in METHODS}
-EXACT_TAIL = known(kivi=dict(residual_length=128), kvquant=dict(n_calib_tokens=256), age_tiered=dict(age_group_size=128), gear={}, kitty={})   # settings that keep a short context exact
-EIGHT_BITS = known(age_tiered=dict(age_recent_boundary=10**6, age_mid_boundary=10**6), turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8), kitty=dict(kitty_lo_bit=8, kitty_hi_bit=8))
-EARLY = known(kivi=dict(residual_length=32), kvquant=dict(n_calib_tokens=32), kitty=dict(residual_length=32))  # settings that pack after a few dozen tokens
+EXACT_TAIL = known(amc=dict(amc_group_size=128, amc_threshold_window=128), anchorkv={}, zipcache=dict(zipcache_group_size=128), kivi=dict(residual_length=128), kivi_sink=dict(residual_length=128), adakv={}, kvquant=dict(n_calib_tokens=256), age_tiered=dict(age_group_size=128), gear={}, kitty={}, skvq={})   # settings that keep a short context exact
+EIGHT_BITS = known(amc=dict(amc_k_high=1., amc_k_mid=0.), anchorkv=dict(anchorkv_theta=1., anchorkv_residual_bits=4, anchorkv_anchor_frac=.5), zipcache=dict(zipcache_hi_bits=8, zipcache_lo_bits=8), age_tiered=dict(age_recent_boundary=10**6, age_mid_boundary=10**6), turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kivi_sink=dict(bit_width_inlier=8), adakv=dict(adakv_lo_bit=7, adakv_mid_bit=8, adakv_hi_bit=8, adakv_target_avg_bits=7.9), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8), kitty=dict(kitty_lo_bit=8, kitty_hi_bit=8), skvq=dict(skvq_bits_key=8, skvq_bits_value=8))
+EARLY = known(anchorkv=dict(anchorkv_window=8), kivi=dict(residual_length=32), kivi_sink=dict(residual_length=32), adakv=dict(residual_length=32), kvquant=dict(n_calib_tokens=32), kitty=dict(residual_length=32), skvq=dict(n_calib_tokens=32, skvq_window=16))  # settings that pack after a few dozen tokens
 
 CALLS = 25, 14, 1, 1, 1, 2
 LONG_CALLS = 170, *CALLS[1:] # the first call is packed in part by every quantizer

@@ -33,13 +33,19 @@ class Method:
 FAMILIES = ('quantize', 'low_rank', 'cross_layer', 'evict', 'hybrid')
 _methods:dict = {}
 
+# %% ../../nbs/engine/registry.ipynb #8a3289cf
+def _related(a, b)->bool:
+    "Whether one options class derives from the other; by name, since a notebook defines a class of its module anew"
+    own = lambda c: {o.__qualname__ for o in c.__mro__ if o not in Options.__mro__}
+    return a.__qualname__ in own(b) or b.__qualname__ in own(a)
+
 # %% ../../nbs/engine/registry.ipynb #57decc81
 def _check_options(name, options, bit_field):
     "Raise `ValueError` unless an options class can join the configuration"
     own = [f for f in dataclasses.fields(options)] if issubclass(options, Options) and '__dataclass_fields__' in vars(options) else None
     if own is None: raise ValueError(f"{name}: options must be a dataclass that derives from Options (got {options.__name__})")
     shared = {f.name for f in dataclasses.fields(CacheSettings)}
-    taken = {f.name: m.name for m in _methods.values() if m.name!=name and not issubclass(options, m.options) and not issubclass(m.options, options) for f in dataclasses.fields(m.options)}
+    taken = {f.name: m.name for m in _methods.values() if m.name!=name and not _related(options, m.options) for f in dataclasses.fields(m.options)}
     for f in own:
         if not f.metadata: raise ValueError(f"{name}: declare {f.name} with opt(default, doc)")
         if f.name in shared or f.name in taken: raise ValueError(f"{name}: {f.name} is a field of {taken.get(f.name, 'all methods')} already")

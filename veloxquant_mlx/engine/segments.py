@@ -11,11 +11,14 @@ __all__ = ['SegmentedCache']
 
 # %% ../../nbs/engine/segments.ipynb #4c9d29a3
 import mlx.core as mx
+import numpy as np
 from fastcore.basics import patch
 from .attention import *
 from .base import *
 from .hook import *
 from .stream import *
+from ..kernels.attention import *
+from ..kernels.snippets import *
 from ..ops.cast import *
 
 # %% ../../nbs/engine/segments.ipynb #c4ae4b24
@@ -26,6 +29,7 @@ class SegmentedCache(CompressedCache):
     least = 1 # tokens that a prompt must leave to be compressed
     every = None # decoded tokens that become a segment; None: they stay exact
     most = 65536 # tokens of a segment, at most: positions are uint16
+    apart = False # `decode` reads rows of a class without the others of its class
     def compress(self, keys:mx.array, values:mx.array, # (B, H, n, D), (B, H, n, D_v) exact rows
         start:int # position of the first
     )->tuple: # list of tuples, one for each class; tuple of arrays of the whole
@@ -43,15 +47,24 @@ def __init__(self:SegmentedCache, config):
     self.tail = None # Rows of exact keys and of exact values
     self.begins, self.lengths, self.sizes = [], [], [] # of the segments: first position, tokens, rows of each class
     self.stored = None # for each class and for the whole: a list of Rows
-    if self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {self.no_kernel}")
+    if self.config.use_metal_kernels and self.no_kernel: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {self.no_kernel}")
 
 # %% ../../nbs/engine/segments.ipynb #6de6b761
-SegmentedCache.no_kernel = 'its rows lie class by class, which the attention kernel does not read'
+@patch
+def gap(self:SegmentedCache, key_dim:int, value_dim:int)->str|None: # D, D_v
+    "Why kernels cannot read the segments; None if they can"
+    return 'its rows lie class by class, which the attention kernel does not read'
+@patch(as_prop=True)
+def no_kernel(self:SegmentedCache)->str|None:
+    "Why the attention kernel does not run; None if it does"
+    if not self.kernels: return 'kernels are off'
+    dims = self.shape[2:] if self.shape else (self.config.head_dim,)*2
+    return next((f"head dimension {d} is not a multiple of 8 up to 256" for d in dims if d%8 or d>256), None) or self.gap(*dims)
 @patch
 def details(self:SegmentedCache)->str:
-    "As the base, and where kernels are on, that they do not run here"
-    text = super(SegmentedCache, self).details()
-    return f'{text}, array operations: {self.no_kernel}' if self.kernels else text
+    "As the base, and where kernels are on, whether they run here"
+    text, reason = super(SegmentedCache, self).details(), self.no_kernel
+    return f"{text}, {'array operations: '+reason if reason else 'kernels'}" if self.kernels else text
 
 # %% ../../nbs/engine/segments.ipynb #65d28a78
 @patch
@@ -96,21 +109,33 @@ def commit(self:SegmentedCache):
 @patch
 def _compress(self:SegmentedCache, parts):
     "Segments out of the first exact rows"
-    at, begin = 0, self.done
-    made = []
+    first, at, made = self.offset-self.n_exact, 0, []
     for n in parts:
-        made.append(self.compress(*(o.rows(at, at+n) for o in self.tail), begin+at))
+        made.append((first+at, n, *self.compress(*(o.rows(at, at+n) for o in self.tail), first+at)))
         at += n
-    begin = self.done
-    for n,(classes, whole) in zip(parts, made):
-        if self.stored is None: self.stored = [[Rows(a) for a in c] for c in (*classes, whole)]
+    for begin,n,classes,whole in made:
+        if self.stored is None: self.stored = self._rows_of([*classes, whole])
         else:
             for olds, news in zip(self.stored, (*classes, whole)):
                 for o,a in zip(olds, news): o.append(a)
         self.begins.append(begin); self.lengths.append(n); self.sizes.append([c[0].shape[-2] for c in classes])
-        begin += n
-    for o in self.tail: o.cut(at, o.n)
+    self.tail = [Rows(o.rows(at, o.n)) for o in self.tail]
     mx.eval(self.payload()) # or the prompt's rows would live on in the graph
+@patch
+def _rows_of(self:SegmentedCache, arrays, # of each class, and of the whole
+    n:int=1 # segments
+)->list:
+    "Growing arrays; those of the whole grow by a segment"
+    return [[Rows(a, 64) for a in c] for c in arrays[:-1]]+[[Rows(a, a.shape[-2]//n) for a in arrays[-1]]]
+
+# %% ../../nbs/engine/segments.ipynb #f4075b2c
+@patch
+def check_update(self:SegmentedCache, keys:mx.array, values:mx.array):
+    "As the base, and the longest sequence of which several tokens at a time are read in parts"
+    super(SegmentedCache, self).check_update(keys, values)
+    c, n = self.config, self.offset+keys.shape[2]
+    if c.fused_sdpa and c.fused_sdpa_max_ctx and n>max(c.fused_sdpa_max_ctx, self.offset+1):
+        raise ValueError(f"fused_sdpa_max_ctx must be >= the tokens of a layer, {n} (got {c.fused_sdpa_max_ctx})")
 
 # %% ../../nbs/engine/segments.ipynb #01cdeefa
 @patch
@@ -130,7 +155,8 @@ def first(self:SegmentedCache)->int:
 @patch
 def _owner(self:SegmentedCache, c:int)->mx.array: # (n,) int32
     "The segment of each row of class c"
-    return mx.array([i for i,s in enumerate(self.sizes) for _ in range(s[c])], mx.int32)
+    ends = mx.array(np.cumsum([s[c] for s in self.sizes]).astype(np.int32))
+    return (mx.arange(self.stored[c][0].n)[:, None]>=ends).sum(axis=-1).astype(mx.int32) # lazy: handles are seldom computed
 
 # %% ../../nbs/engine/segments.ipynb #cceca2d5
 @patch
@@ -142,22 +168,28 @@ def segment_rows(self:SegmentedCache)->tuple: # keys, values (B, H, done - first
     "All compressed rows in token order"
     n, owners = len(self.classes), [self._owner(c) for c in range(len(self.classes))]
     classes = [self._arrays(c) for c in range(n)]
-    decoded = self.decode(classes, self._arrays(n), owners)
-    begins = mx.array(self.begins, mx.int32)-self.begins[0]
+    begins, lengths = mx.array(self.begins, mx.int32)-self.begins[0], mx.array(self.lengths, mx.int32)
     B, H = self.shape[:2]
-    at = mx.concatenate([mx.broadcast_to(a[0][..., 0].astype(mx.int32)+begins[o], (B, H, len(o))) for a,o in zip(classes, owners)], axis=2)
+    def place(at, owner): # of a row; rows of forgotten tokens come last
+        at = at[..., 0].astype(mx.int32)
+        return mx.broadcast_to(mx.where(at<lengths[owner], at+begins[owner], 2**31-1), (B, H, len(owner)))
+    at = mx.concatenate([place(a[0], o) for a,o in zip(classes, owners)], axis=2)
     order = mx.argsort(at, axis=-1)[..., :self.done-self.begins[0], None]
-    return tuple(mx.take_along_axis(mx.concatenate(x, axis=2), order, axis=2) for x in zip(*decoded))
+    return tuple(mx.take_along_axis(x, order, axis=2) for x in self._joined(self.decode(classes, self._arrays(n), owners)))
+@patch
+def _joined(self:SegmentedCache, pairs)->tuple:
+    "Keys and values of all classes, one class behind the other"
+    return tuple(mx.concatenate(x, axis=2) if len(x)>1 else x[0] for x in zip(*pairs))
 
 # %% ../../nbs/engine/segments.ipynb #5d77da89
 @patch
 def rows(self:SegmentedCache, lo:int, hi:int)->list: # keys, values (B, H, hi-lo, D) float32
     "Rows of positions lo to hi, `first` or later"
-    first, done = self.first, self.done
-    exact = [o.rows(max(lo-self.offset+o.n, 0), hi-self.offset+o.n).astype(mx.float32) for o in self.tail] if hi>self.offset-self.n_exact else None
-    if not self.begins or lo>=done: return exact
+    first, n = self.first, self.offset-self.n_exact
+    exact = [o.rows(max(lo-n, 0), max(hi-n, 0)).astype(mx.float32) for o in self.tail]
+    if not self.begins or lo>=n: return exact
     old = [x[:, :, lo-first:hi-first] for x in self.segment_rows()]
-    return old if exact is None else [mx.concatenate(o, axis=2) for o in zip(old, exact)]
+    return old if hi<=n else [mx.concatenate(o, axis=2) for o in zip(old, exact)]
 
 # %% ../../nbs/engine/segments.ipynb #dc741f65
 @patch
@@ -177,10 +209,51 @@ def attention(self:SegmentedCache, queries:mx.array, scale:float, mask, sinks)->
     window = c.sliding_window
     lo = self.first if window is None else max(self.first, self.offset-L-window+1, 0)
     mask = resolve_mask(mask, L, self.offset, lo, window, held=self.first)
-    keys, values = self.rows(lo, self.offset)
-    if live is None or not (c.fused_sdpa or c.fused_sdpa_memory_bound): return attend_rows(queries, keys, values, scale, mask, sinks)
+    pieces = live is not None and (c.fused_sdpa or c.fused_sdpa_memory_bound)
+    if self.begins and not isinstance(mask, mx.array) and lo==self.first and [sum(s) for s in self.sizes]==self.lengths:
+        if self.no_kernel is None and L<=64 and (live is None or c.fused_sdpa is not False): return self._fused(queries, scale, sinks)
+        if not pieces or not self.apart: keys, values = self._joined([*self._piece(0, 1), *self._exact(0, self.n_exact)])
+        else: return attend_tiles(queries, self._pieces(), scale, mask, sinks, n=self.offset-lo)
+    else: keys, values = self.rows(lo, self.offset)
+    if not pieces: return attend_rows(queries, keys, values, scale, mask, sinks)
     tiles = ((keys[:, :, a:a+1024], values[:, :, a:a+1024]) for a in range(0, self.offset-lo, 1024))
     return attend_tiles(queries, tiles, scale, mask, sinks, n=self.offset-lo)
+
+# %% ../../nbs/engine/segments.ipynb #cfba09c1
+@patch
+def _piece(self:SegmentedCache, i:int, m:int)->list: # (keys, values) of each class, float32
+    "The i-th of m equal pieces of all classes"
+    n, classes, owners = len(self.classes), [], []
+    for c in range(n):
+        size = self.stored[c][0].n
+        lo, hi = size*i//m, size*(i+1)//m
+        classes.append(tuple(o.rows(lo, hi) for o in self.stored[c])); owners.append(self._owner(c)[lo:hi])
+    return self.decode(classes, self._arrays(n), owners)
+@patch
+def _exact(self:SegmentedCache, lo:int, hi:int)->list: # one pair or none
+    "Exact rows, counted from the first of them"
+    return [tuple(o.rows(lo, hi).astype(mx.float32) for o in self.tail)] if lo<hi else []
+@patch
+def _pieces(self:SegmentedCache, size:int=1024):
+    "Pieces of all rows, compressed ones first"
+    m = -(-sum(self.lengths)//size)
+    for i in range(m): yield self._joined(self._piece(i, m))
+    for a in range(0, self.n_exact, size): yield self._exact(a, min(a+size, self.n_exact))[0]
+
+# %% ../../nbs/engine/segments.ipynb #784823ee
+@patch
+def fused_parts(self:SegmentedCache, queries:mx.array, # (B, H_q, L, D)
+    scale:float # of the scores
+)->list: # of (output (B, H_q, L, D_v) float32, log-sum-exp (B, H_q, L, 1))
+    raise NotImplementedError
+@patch
+def _fused(self:SegmentedCache, queries, scale, sinks)->mx.array:
+    "Attention by kernels"
+    parts, n = self.fused_parts(queries, scale), self.n_exact
+    if n:
+        k, v = (Side(o.buffer.shape[-1], exact_rows(o.buffer.shape[-1], o.buffer.dtype==mx.float16), (o.buffer,), 0, n) for o in self.tail)
+        parts.append(decode_attention(queries, k, v, scale, hi=n))
+    return merge_parts(parts, sinks)
 
 # %% ../../nbs/engine/segments.ipynb #20d88748
 @patch
@@ -198,10 +271,11 @@ def _shorten(self:SegmentedCache, n:int): # tokens to keep of the last segment
 def _forget(self:SegmentedCache, i:int): # 0 or -1
     "Free the first or the last segment"
     m = len(self.begins)
-    for a in self.stored[-1]: a.cut(*((a.n//m, a.n) if i==0 else (0, a.n-a.n//m)))
-    for c,o in enumerate(self.stored[:-1]):
-        size = self.sizes[i][c]
-        for a in o: a.cut(*((size, a.n) if i==0 else (0, a.n-size)))
+    for c,arrays in enumerate(self.stored):
+        for j,a in enumerate(arrays):
+            size = self.sizes[i][c] if c<len(self.classes) else a.n//m
+            if i: a.cut(0, a.n-size)
+            else: arrays[j] = Rows(a.rows(size), a.step) # buffers stay whole multiples of a kernel's tile
     for o in (self.begins, self.lengths, self.sizes): o.pop(i)
     if not self.begins: self.stored = None
 
@@ -219,11 +293,10 @@ def cut(self:SegmentedCache, n:int):
 def _drop(self:SegmentedCache, first:int): # oldest position that is still needed
     "Free segments before `first`"
     while self.begins and self.begins[0]+self.lengths[0]<=first:
-        start = self.begins[0]+self.lengths[0]
         self._forget(0)
-    n = self.offset-self.n_exact
-    if not self.begins and first-n>=256:
-        for o in self.tail: o.cut(first-n, o.n)
+    n = (first-self.offset+self.n_exact)//256*256 # buffers stay whole multiples of a kernel's tile
+    if not self.begins and n>0:
+        for o in self.tail: o.cut(n, o.n)
 
 # %% ../../nbs/engine/segments.ipynb #74a2077f
 @patch
@@ -241,7 +314,7 @@ def restore(self:SegmentedCache, arrays:list, counts:list):
     self.tail = [Rows(a) for a in arrays[:2]] if arrays[0].ndim>1 else None
     rest = iter(arrays[2:])
     stored = [[next(rest) for _ in c] for c in (*self.classes, self.whole)]
-    self.stored = [[Rows(a) for a in c] for c in stored] if m else None
+    self.stored = self._rows_of(stored, m) if m else None
 
 # %% ../../nbs/engine/segments.ipynb #3cbb91be
 @patch(as_prop=True)

@@ -8,12 +8,15 @@ Docs: https://example.github.io/veloxquant_mlx/kernels/encode.html.md"""
 
 # %% auto #0
 __all__ = ['BITS_OF', 'LOADS', 'PUT_CODES', 'AFFINE', 'KEPT', 'TOKEN_GROUPS', 'ANY_TOKEN_GROUPS', 'CHANNEL_GROUPS', 'SHARE',
-           'ANY_CHANNEL_GROUPS', 'THREADS', 'NEAREST', 'LEVEL_PACK', 'ROTATE', 'ROTATE_PACK', 'LANES_PER_ROW', 'UNPACK',
-           'group_pack', 'level_pack', 'rotate_pack', 'row_unpack']
+           'ANY_CHANNEL_GROUPS', 'THREADS', 'NEAREST', 'LevelBook', 'LEVEL_PACK', 'BUTTERFLIES', 'ROTATE', 'ROTATE_MMA',
+           'ROTATE_PACK', 'LANES_PER_ROW', 'UNPACK', 'group_pack', 'level_book', 'sign_book', 'level_pack',
+           'rotate_pack', 'row_unpack']
 
 # %% ../../nbs/kernels/encode.ipynb #d5c147a6
 import functools, math
+from collections import namedtuple
 import mlx.core as mx
+import numpy as np
 from .runtime import *
 from ..ops.packing import *
 from ..ops.rotation import *
@@ -48,6 +51,7 @@ FN float number(thread uint (&w)[N_RAW], int j) { return float_of(w[j]); }
 """}
 
 # %% ../../nbs/kernels/encode.ipynb #37c46c68
+@functools.cache
 def _dtype_name(dtype:mx.Dtype)->str: # 'float16'
     "The key of a dtype in `LOADS`"
     return str(dtype).rpartition('.')[-1]
@@ -62,12 +66,15 @@ def _as_words(x # rows
 
 # %% ../../nbs/kernels/encode.ipynb #32d6e013
 PUT_CODES = r"""
+#ifndef LANE_XOR // the lanes of a row are neighbours
+#define LANE_XOR(i) (1 << (i))
+#endif
 template<int B> FN void add_code(thread uint& lo, thread uint& hi, uint code, int j) { // j: a constant after unrolling
   if (B * j < 32) lo += code << (B * j & 31);
   if (B * j >= 32) hi += code << (B * j & 31);
   else if (B * j + B > 32) hi += code >> (32 - B * j);
 }
-// Lane 4i + j of the simdgroup holds the codes 8 chunk … 8 chunk + 7 of a row, chunk % 4 == j
+// A lane holds the codes 8 chunk … 8 chunk + 7 of a row; chunks 4i … 4i + 3 lie in four lanes that LANE_XOR(0) and LANE_XOR(1) connect
 template<int B, class P> FN void put_codes(P words, size_t row, int row_words, int chunk, uint lane, bool live, uint lo, uint hi) {
   size_t start = row * row_words;
   if (B == 8) {
@@ -76,12 +83,12 @@ template<int B, class P> FN void put_codes(P words, size_t row, int row_words, i
     if (live && at + 1 < row_words) words[start + at + 1] = hi;
   } else if (B == 4 || B == 2 || B == 1) {
     const uint sharers = 4 / B; // 0 only where this branch is not taken
-    uint word = lo << (8 * B * (lane & 3) & 31);
-    UNROLL for (uint m = 1; m < sharers; m <<= 1) word |= simd_shuffle_xor(word, m);
-    int at = chunk * B >> 2;
-    if (live && (lane & 3) % (sharers ? sharers : 1) == 0 && at < row_words) words[start + at] = word;
+    uint word = lo << (8 * B * (chunk & 3) & 31);
+    UNROLL for (uint m = 0; 1u << m < sharers; ++m) word |= simd_shuffle_xor(word, LANE_XOR(m));
+    int at = (chunk >> 2) * B + ((chunk & 3) * B >> 2);
+    if (live && (chunk & 3) % (sharers ? sharers : 1) == 0 && at < row_words) words[start + at] = word;
   } else {
-    int first = lane & 28, j = lane & 3;
+    int first = lane & 28, j = lane & 3; // here they are neighbours
     UNROLL for (int k = 0; k < B; k += 4) {
       int at = min(j + k, B - 1), source = 4 * at / B, skip = 32 * at - 8 * B * source, have = 8 * B - skip;
       uint a = simd_shuffle(lo, first + source), b = B > 4 ? simd_shuffle(hi, first + source) : 0u;
@@ -141,12 +148,14 @@ TOKEN_GROUPS = r"""
 uint lane = thread_index_in_simdgroup, rows = params[0], id = threadgroup_position_in_grid.x * (THREADS * RUNS) + thread_position_in_threadgroup.x;
 uint w[RUNS][N_RAW];
 UNROLL for (int r = 0; r < RUNS; ++r) {
-  uint row = (id + r * THREADS) / LANES, chunk = (id + r * THREADS) % LANES;
-  load_eight(x, size_t(row) * DIM + 8 * chunk, row < rows ? DIM - 8 * int(chunk) : 0, w[r]);
+  uint row = min((id + r * THREADS) / LANES, rows - 1), chunk = (id + r * THREADS) % LANES;
+  load_eight(x, size_t(row) * DIM + 8 * chunk, DIM - 8 * int(chunk), w[r]);
 }
 UNROLL for (int r = 0; r < RUNS; ++r) {
   uint row = (id + r * THREADS) / LANES, chunk = (id + r * THREADS) % LANES;
-  int n = row < rows ? DIM - 8 * int(chunk) : 0;
+  int n = DIM - 8 * int(chunk);
+  bool live = row < rows;
+  row = min(row, rows - 1);
   float lo = float_of(0x7f800000u), hi = -lo;
 #if MASKED || DIM % 8
   uint keep = kept(mask, size_t(row) * DIM + 8 * chunk, n);
@@ -158,13 +167,13 @@ UNROLL for (int r = 0; r < RUNS; ++r) {
   UNROLL for (int m = 1; m < GROUP / 8; m <<= 1) { lo = min(lo, simd_shuffle_xor(lo, m)); hi = max(hi, simd_shuffle_xor(hi, m)); }
   uint both = scale_zero(lo, hi), a = 0, b = 0;
   float s = low2(both), z = high2(both), inverse = inverse_scale(s);
-  if (n > 0 && chunk % (GROUP / 8) == 0) {
+  if (live && n > 0 && chunk % (GROUP / 8) == 0) {
     size_t at = size_t(row) * ((DIM + GROUP - 1) / GROUP) + chunk / (GROUP / 8);
     scale[at] = half(s); zero[at] = half(z);
   }
   UNROLL for (int j = 0; j < 8; ++j) if (DIM % 8 == 0 || j < n) add_code<BITS>(a, b, affine_code(number(w[r], j), s, z, inverse), j);
   if (n <= 0) a = b = 0;
-  put_codes<BITS>(words, row, WORDS, chunk, lane, row < rows, a, b);
+  put_codes<BITS>(words, row, WORDS, chunk, lane, live, a, b);
 }
 """
 
@@ -333,43 +342,85 @@ def group_pack(x:mx.array, # (..., L, D)
 
 # %% ../../nbs/kernels/encode.ipynb #fc13e57f
 NEAREST = r"""
-template<class T> FN uint nearest(T mid, float y) { // on a midpoint the lower level
-  uint i = 0;
-  UNROLL for (uint step = 1u << (BITS - 1); step; step >>= 1) i += y > mid[i + step - 1] ? step : 0u;
+#define COUNTS (CELLS + 2) // one a cell, one for 1 itself, and an even number
+#define MIDS (STEPS == 1 ? COUNTS : (1 << BITS) + (1 << STEPS) - 2) // one a cell, or a sorted list
+#define BOOK_WORDS (COUNTS + MIDS + (2 << BITS) + 2)
+template<class T, class P> FN void open_book(T table, P book, size_t at, uint thread_index) {
+  UNROLL for (uint i = 0; i < BOOK_WORDS; i += THREADS) if (i + thread_index < BOOK_WORDS) table[i + thread_index] = book[at + i + thread_index];
+}
+template<class T> FN uint nearest(T table, float y, float scale, float offset) { // on a midpoint the lower level
+  float unit = min(max(fma(y, scale, offset), 0.f), 1.f), cell = fma(unit, float(CELLS), 2097152.f); // from 2^21 on a float's last bits count quarters
+  uint c = (bits_of(cell) & (8 * CELLS - 4)) >> 2, i = table[c];
+  if (STEPS == 1) return y > float_of(table[COUNTS + c]) ? i + 1 : i;
+  UNROLL for (uint step = 1u << (STEPS - 1); step; step >>= 1) i += y > float_of(table[COUNTS + i + step - 1]) ? step : 0u;
   return i;
 }
+#define ENTRY(code) load2(table, COUNTS + MIDS + 2 * (code)) // the level, and the halves of the code 16 bits apart
+#define CELL_SCALE float_of(table[BOOK_WORDS - 2])
+#define CELL_OFFSET float_of(table[BOOK_WORDS - 1])
 """
 
 # %% ../../nbs/kernels/encode.ipynb #87ffaf62
-def _book(levels, n_bits)->mx.array: # (..., 2, 2^b): midpoints and one that nothing exceeds, then the levels
-    levels = levels.astype(mx.float32)
-    mid = (levels[..., 1:]+levels[..., :-1])/2
-    return mx.stack([mx.concatenate([mid, mx.full((*mid.shape[:-1], 1), mx.inf)], axis=-1), levels], axis=-2)
+LevelBook = namedtuple('LevelBook', 'words bits cells steps') # words (tables, n) uint32: what a kernel reads
+
+# %% ../../nbs/kernels/encode.ipynb #0cd9ce2a
+def level_book(levels # (2^b,) ascending, or (B, 2^b): one list for each entry of an array's first axis
+)->LevelBook:
+    "Levels as `level_pack` and `rotate_pack` read them"
+    levels = np.atleast_2d(np.array(levels, np.float32))
+    n = levels.shape[-1]
+    bits, cells = n.bit_length()-1, max(32, 2*n)
+    if n!=2**bits or not 1<=bits<=8: raise ValueError(f"a book has 2^b levels, b from 1 to 8 (got {n})")
+    mid = (levels[:, 1:]+levels[:, :-1])/np.float32(2)
+    width = max((mid[:, -1]-mid[:, 0]).max(), 1e-30)
+    scale = np.float32(2.**math.floor(math.log2((1-3/cells)/width)))
+    offset = (1-np.floor(mid[:, :1]*scale*np.float32(cells)))/np.float32(cells)
+    unit = np.clip(mid*scale+offset, 0, 1) # rounded once, as by fma: the factors are powers of two
+    cell = (unit*np.float32(cells)+np.float32(2**21)).astype(int)-2**21
+    before = (cell[..., None]<np.arange(cells+2)).sum(axis=1)
+    inside = np.diff(before, axis=1, append=n-1)
+    steps = int(inside.max()).bit_length()
+    mids = np.pad(mid, ((0, 0), (0, 2**steps-1)), constant_values=np.inf)
+    if steps==1: mids = np.where(inside, np.take_along_axis(mids, before, axis=1), np.inf)
+    code, low = np.arange(n, dtype=np.uint32), bits//2
+    halves = np.broadcast_to(code>>low<<16|code&(2**low-1), levels.shape)
+    def words(x): return x.astype(np.float32).view(np.uint32)
+    entries = np.stack([words(levels), halves], axis=-1).reshape(len(levels), -1)
+    return LevelBook(mx.array(np.concatenate([before.astype(np.uint32), words(mids), entries, words(np.broadcast_to(scale, offset.shape)), words(offset)], axis=1)), bits, cells, steps)
+
+# %% ../../nbs/kernels/encode.ipynb #47948d9e
+@functools.cache
+def sign_book()->LevelBook:
+    "Minus one and one: code 1 where a number is positive"
+    return level_book((-1, 1))
 
 # %% ../../nbs/kernels/encode.ipynb #b2389437
 LEVEL_PACK = r"""
-threadgroup float mid[1 << BITS];
-uint lane = thread_index_in_simdgroup, table = threadgroup_position_in_grid.y, rows = params[0];
-for (uint i = thread_position_in_threadgroup.x; i < (1 << BITS); i += THREADS) mid[i] = book[(2 * table << BITS) + i];
-threadgroup_barrier(mem_flags::mem_threadgroup);
+threadgroup uint table[BOOK_WORDS];
+uint lane = thread_index_in_simdgroup, part = threadgroup_position_in_grid.y, rows = params[0];
 uint id = threadgroup_position_in_grid.x * (THREADS * RUNS) + thread_position_in_threadgroup.x;
 uint w[RUNS][N_RAW];
 UNROLL for (int r = 0; r < RUNS; ++r) {
-  uint row = (id + r * THREADS) / LANES, chunk = (id + r * THREADS) % LANES;
-  load_eight(x, (size_t(table) * rows + row) * DIM + 8 * chunk, row < rows ? DIM - 8 * int(chunk) : 0, w[r]);
+  uint row = min((id + r * THREADS) / LANES, rows - 1), chunk = (id + r * THREADS) % LANES;
+  load_eight(x, (size_t(part) * rows + row) * DIM + 8 * chunk, DIM - 8 * int(chunk), w[r]);
 }
+open_book(table, book, size_t(part) * BOOK_WORDS, thread_position_in_threadgroup.x);
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float scale = CELL_SCALE, offset = CELL_OFFSET;
 UNROLL for (int r = 0; r < RUNS; ++r) {
-  uint row = (id + r * THREADS) / LANES, chunk = (id + r * THREADS) % LANES, code[8];
-  int n = row < rows ? DIM - 8 * int(chunk) : 0;
+  uint row = (id + r * THREADS) / LANES, chunk = (id + r * THREADS) % LANES, code[8]; uint2 entry[8];
   UNROLL for (int j = 0; j < 8; ++j) {
-    code[j] = nearest(mid, number(w[r], j));
-    if (DIM < 8 * LANES && j >= n) code[j] = 0;
+    code[j] = nearest(table, number(w[r], j), scale, offset);
+    if (DIM < 8 * LANES && j >= DIM - 8 * int(chunk)) code[j] = 0;
+    entry[j] = ENTRY(code[j]);
   }
-  PUT_PLANES(size_t(table) * rows + row, chunk, row < rows)
+  PUT_PLANES(size_t(part) * rows + row, chunk, row < rows)
 }
 """
 def _put_planes(b1, b2, row_words)->str:
     "Text that packs eight codes, in two planes if b₂ > 0"
+    if b1==b2<=2: return (f'{{ uint both = 0; UNROLL for (int j = 7; j >= 0; --j) both = (both << {b1}) + entry[j].y; '
+        +''.join(f'put_codes<{b1}>({plane}, row, {row_words(b1)}, chunk, lane, live, {half}, 0u); ' for plane,half in (('plane1', 'both >> 16'), ('plane2', 'both & 0xffffu')))+'}')
     put = lambda plane, b, code: (f'{{ uint a = 0, b = 0; UNROLL for (int j = 0; j < 8; ++j) add_code<{b}>(a, b, {code}, j); '
         f'put_codes<{b}>({plane}, row, {row_words(b)}, chunk, lane, live, a, b); }} ')
     return put('plane1', b1, f'code[j] >> {b2}')+(put('plane2', b2, f'code[j] & {2**b2-1}') if b2 else '')
@@ -381,113 +432,165 @@ def _planes(widths)->tuple: # b₁, b₂ and the names of the planes
 
 # %% ../../nbs/kernels/encode.ipynb #9351f5c6
 @functools.cache
-def _level_kernel(widths, dim, load)->tuple: # kernel, threads for a row, runs of a lane
+def _level_kernel(widths, dim, load, cells, steps)->tuple: # kernel, threads for a row, runs of a lane
     b1, b2, names = _planes(widths)
     lanes, runs = 4*-(-dim//32), 2
     put = _put_planes(b1, b2, lambda b: n_words(dim, b))
-    header = _defines(BITS=b1+b2, DIM=dim, LANES=lanes, THREADS=THREADS, RUNS=runs)+f'#define PUT_PLANES(row, chunk, live) {put}\n'
+    header = _defines(BITS=b1+b2, CELLS=cells, STEPS=steps, DIM=dim, LANES=lanes, THREADS=THREADS, RUNS=runs)+f'#define PUT_PLANES(row, chunk, live) {put}\n'
     return Kernel('level_pack', ('x', 'book', 'params'), names, LEVEL_PACK, header+BITS_OF+LOADS[load]+PUT_CODES+NEAREST), lanes, runs
 
 # %% ../../nbs/kernels/encode.ipynb #287ed4fb
 def level_pack(x:mx.array, # (..., D)
-    levels:mx.array, # (2^b,) ascending, or (B, 2^b): one list for each entry of x's first axis
+    book:LevelBook, # one list of 2^b levels, or one for each entry of x's first axis
     widths:int|tuple # code width b; (b₁, b₂): two planes with the upper and the lower bits
 )->tuple: # words (..., ⌈D b/32⌉) uint32 of each plane
     "Pack the indices of the nearest levels, as `nearest_level` finds them"
     b1, b2, names = _planes(widths)
-    if levels.shape[-1]!=2**(b1+b2): raise ValueError(f"levels must have 2^{b1+b2} entries (got {levels.shape[-1]})")
-    if levels.ndim==2 and len(levels)!=len(x): raise ValueError(f"levels must have a row for each of the {len(x)} entries of x (got {len(levels)})")
-    (words, load), tables = _as_words(x), levels.size//levels.shape[-1]
-    kernel, lanes, runs = _level_kernel(widths, x.shape[-1], load)
+    if book.bits!=b1+b2: raise ValueError(f"the book must have 2^{b1+b2} levels (got 2^{book.bits})")
+    (words, load), tables = _as_words(x), len(book.words)
+    if tables not in (1, len(x)): raise ValueError(f"the book must have one list or one for each of the {len(x)} entries of x (got {tables})")
+    kernel, lanes, runs = _level_kernel(widths, x.shape[-1], load, book.cells, book.steps)
     rows = x.size//x.shape[-1]//tables
-    return tuple(_launch(kernel, [words, _book(levels, b1+b2), int_array(rows)], rows*lanes, runs,
+    return tuple(_launch(kernel, [words, book.words, int_array(rows)], rows*lanes, runs,
         [(*x.shape[:-1], n_words(x.shape[-1], b)) for b in (b1, b2) if b], [mx.uint32]*len(names), tables))
 
 # %% ../../nbs/kernels/encode.ipynb #afa7c1b8
-ROTATE = r"""
+BUTTERFLIES = r"""
 FN void butterfly(thread float& a, thread float& b) { float d = a - b; a += b; b = d; }
-FN void rotate(thread float (&v)[8 * CHUNKS], uint lane) { // the Hadamard transform without its factor
-  UNROLL for (int m = 1; m < 8; m <<= 1) { UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) if (!(i & m)) butterfly(v[i], v[i | m]); }
-  UNROLL for (int m = 8; m < 8 * CHUNKS; m <<= 1) { UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) if (!(i & m)) butterfly(v[i], v[i | m]); }
+template<int M> FN void rounds(thread float (&v)[8 * CHUNKS]) { // the rounds of distances M, 2M, …
+  UNROLL for (int m = M; m < 8 * CHUNKS; m <<= 1) { UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) if (!(i & m)) butterfly(v[i], v[i | m]); }
+}
+"""
+ROTATE = r"""
+#define ROWS 1
+#define ROW_OF(lane) ((lane) / LANES)
+#define COLUMN_OF(lane) ((lane) % LANES)
+FN void rotate(thread uint (&w)[1][CHUNKS][N_RAW], thread float (&v)[1][8 * CHUNKS], thread float (&squares)[1], uint lane) { // the Hadamard transform without its factor
+  squares[0] = 0;
+  UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) { float y = number(w[0][i >> 3], i & 7); v[0][i] = y; squares[0] = fma(y, y, squares[0]); }
+#if SIGNS
+  rounds<1>(v[0]);
   UNROLL for (int m = 1; m < LANES; m <<= 1) {
     float side = lane & m ? -1.f : 1.f;
-    UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) { float other = simd_shuffle_xor(v[i], m); v[i] = fma(side, v[i], other); }
+    UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) { float other = simd_shuffle_xor(v[0][i], m); v[0][i] = fma(side, v[0][i], other); }
+  }
+#endif
+}
+"""
+
+# %% ../../nbs/kernels/encode.ipynb #ab5fe1a2
+ROTATE_MMA = r"""
+#define ROWS 2
+#define LANE_XOR(i) ((i) ? COL_XOR_1 : COL_XOR_0)
+#define ROW_OF(lane) frag_row(lane)
+#define COLUMN_OF(lane) frag_col(lane)
+FN uint plus_minus(uint lane, int e) { return 0x3c00u | (0x6996u >> (b_k(lane, e) & b_n(lane, e)) & 1u) << 15; } // parity of the common bits
+FN void rotate(thread uint (&w)[2][CHUNKS][N_RAW], thread float (&v)[2][8 * CHUNKS], thread float (&squares)[2], uint lane) {
+  uint h8 = plus_minus(lane, 0) | plus_minus(lane, 1) << 16;
+  UNROLL for (int k = 0; k < CHUNKS; ++k) {
+    UNROLL for (int i = 0; i < 4; i += 2) {
+      UNROLL for (int half_of = 0; half_of < 2; ++half_of) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        mma(c, w[0][k][i], w[1][k][i], w[0][k][i + 1], w[1][k][i + 1], h8, half_of ? h8 ^ 0x80008000u : h8);
+        int at = 8 * k + 2 * (i + half_of);
+        v[0][at] = c[0]; v[0][at + 1] = c[1]; v[1][at] = c[2]; v[1][at + 1] = c[3];
+      }
+    }
+  }
+  UNROLL for (int h = 0; h < 2; ++h) {
+    rounds<4>(v[h]);
+    squares[h] = 0;
+    UNROLL for (int i = 0; i < 8 * CHUNKS; ++i) squares[h] = fma(v[h][i], v[h][i], squares[h]);
+    squares[h] /= DIM; // a power of two
   }
 }
 """
 
 # %% ../../nbs/kernels/encode.ipynb #06f12a01
 ROTATE_PACK = r"""
-threadgroup float mid[1 << BITS]; threadgroup float level[1 << BITS];
-for (uint i = thread_position_in_threadgroup.x; i < (1 << BITS); i += THREADS) { mid[i] = book[i]; level[i] = book[(1 << BITS) + i]; }
-threadgroup_barrier(mem_flags::mem_threadgroup);
-uint lane = thread_index_in_simdgroup, rows = params[0], id = threadgroup_position_in_grid.x * THREADS + thread_position_in_threadgroup.x, row = id / LANES, q = id % LANES;
-bool live = row < rows;
-uint w[CHUNKS][N_RAW]; float v[8 * CHUNKS], sum = 0;
-UNROLL for (int k = 0; k < CHUNKS; ++k) load_eight(x, size_t(row) * DIM + 8 * (k * LANES + q), live ? DIM - 8 * int(k * LANES + q) : 0, w[k]);
-UNROLL for (int k = 0; k < CHUNKS; ++k) {
-  UNROLL for (int j = 0; j < 8; ++j) { v[8 * k + j] = number(w[k], j); sum = fma(v[8 * k + j], v[8 * k + j], sum); }
+threadgroup uint table[BOOK_WORDS];
+uint lane = thread_index_in_simdgroup, rows = params[0], q = COLUMN_OF(lane);
+uint first = (threadgroup_position_in_grid.x * (THREADS / 32) + simdgroup_index_in_threadgroup) * (32 * ROWS / LANES) + ROW_OF(lane);
+uint w[ROWS][CHUNKS][N_RAW]; float v[ROWS][8 * CHUNKS], squares[ROWS];
+UNROLL for (int h = 0; h < ROWS; ++h) {
+  size_t start = size_t(min(first + 8 * h, rows - 1)) * DIM;
+  UNROLL for (int k = 0; k < CHUNKS; ++k) load_eight(x, start + 8 * (k * LANES + q), DIM - 8 * int(k * LANES + q), w[h][k]);
 }
-UNROLL for (int m = 1; m < LANES; m <<= 1) sum += simd_shuffle_xor(sum, m);
-float norm = sqrt(sum), factor = norm > 0 ? FACTOR / norm : 0.f, zero_row = norm > 0 ? 0.f : -float_of(0x7f800000u); // codes 0
+open_book(table, book, 0, thread_position_in_threadgroup.x);
 #if SIGNS
 UNROLL for (int k = 0; k < CHUNKS; ++k) {
-  UNROLL for (int h = 0; h < 8; h += 4) {
-    uint4 s = load4(signs, 8 * (k * LANES + q) + h); // ±1: only the sign bit counts
-    v[8 * k + h] *= float_of(s.x); v[8 * k + h + 1] *= float_of(s.y); v[8 * k + h + 2] *= float_of(s.z); v[8 * k + h + 3] *= float_of(s.w);
+  UNROLL for (int i = 0; i < N_RAW; i += 4) {
+    uint4 s = load4(signs, (k * LANES + q) * N_RAW + i);
+    UNROLL for (int h = 0; h < ROWS; ++h) { w[h][k][i] ^= s.x; w[h][k][i + 1] ^= s.y; w[h][k][i + 2] ^= s.z; w[h][k][i + 3] ^= s.w; }
   }
 }
-rotate(v, lane);
 #endif
-sum = 0;
-UNROLL for (int k = 0; k < CHUNKS; ++k) {
-  uint chunk = k * LANES + q, code[8];
-  int n = live ? DIM - 8 * int(chunk) : 0;
-  UNROLL for (int j = 0; j < 8; ++j) {
-    code[j] = nearest(mid, fma(v[8 * k + j], factor, zero_row));
-    float l = level[code[j]];
-#if DIM < 8 * LANES * CHUNKS
-    if (j >= n) { code[j] = 0; l = 0; }
-#endif
-    sum = fma(l, l, sum);
+rotate(w, v, squares, lane);
+threadgroup_barrier(mem_flags::mem_threadgroup); // for the book
+float cell_scale = CELL_SCALE, cell_offset = CELL_OFFSET;
+UNROLL for (int h = 0; h < ROWS; ++h) {
+  uint row = first + 8 * h;
+  bool live = row < rows;
+  float sum = squares[h];
+  UNROLL for (int m = 0; 1 << m < LANES; ++m) sum += simd_shuffle_xor(sum, LANE_XOR(m));
+  float norm = sqrt(sum), factor = norm > 0 ? FACTOR / norm : 0.f, zero_row = norm > 0 ? 0.f : -float_of(0x7f800000u); // codes 0
+  sum = 0;
+  UNROLL for (int k = 0; k < CHUNKS; ++k) {
+    uint chunk = k * LANES + q, code[8]; uint2 entry[8];
+    UNROLL for (int j = 0; j < 8; ++j) {
+      code[j] = nearest(table, fma(v[h][8 * k + j], factor, zero_row), cell_scale, cell_offset);
+      bool beyond = DIM < 8 * LANES * CHUNKS && j >= DIM - 8 * int(chunk);
+      if (beyond) code[j] = 0;
+      entry[j] = ENTRY(code[j]);
+      float l = beyond ? 0.f : float_of(entry[j].x);
+      sum = fma(l, l, sum);
+    }
+    PUT_PLANES(row, chunk, live)
   }
-  PUT_PLANES(row, chunk, live)
+  UNROLL for (int m = 0; 1 << m < LANES; ++m) sum += simd_shuffle_xor(sum, LANE_XOR(m));
+  if (live && q == 0) scale[row] = half(min(norm / sqrt(sum), 65504.f));
 }
-UNROLL for (int m = 1; m < LANES; m <<= 1) sum += simd_shuffle_xor(sum, m);
-if (live && q == 0) scale[row] = half(min(norm / sqrt(sum), 65504.f));
 """
 
 # %% ../../nbs/kernels/encode.ipynb #9a40f393
-LANES_PER_ROW = 8 # of a rotated row; a short one has fewer
+LANES_PER_ROW = 8 # of a row that is rotated by butterflies; a short one has fewer
+
+# %% ../../nbs/kernels/encode.ipynb #621a85f8
+@functools.cache
+def _sign_words(dim, seed, words)->mx.array: # words: how many a row has
+    "The signs as bits to flip"
+    negative = np.array(signs(dim, seed))<0
+    return mx.array(np.where(negative, 2**31, 0).astype(np.uint32) if words==dim else np.where(negative, 2**15, 0).astype(np.uint16).view(np.uint32))
 
 # %% ../../nbs/kernels/encode.ipynb #7f9016d5
 @functools.cache
-def _rotate_kernel(widths, dim, load, signed)->tuple: # kernel, threads for a row
+def _rotate_kernel(widths, dim, load, signed, cells, steps)->tuple: # kernel, threads for a row, rows of a lane
     b1, b2, names = _planes(widths)
-    lanes = min(LANES_PER_ROW, max(4, 2**math.ceil(math.log2(dim/8))))
+    tiles = signed and load=='float16' and dim<=128 and all(b in (0, 1, 2, 4, 8) for b in (b1, b2)) # more numbers would not fit the registers
+    lanes = 4 if tiles else min(LANES_PER_ROW, max(4, 2**math.ceil(math.log2(dim/8))))
     chunks = -(-dim//(8*lanes))
     put = _put_planes(b1, b2, lambda b: n_words(dim, b))
-    header = _defines(BITS=b1+b2, DIM=dim, LANES=lanes, CHUNKS=chunks, THREADS=THREADS, SIGNS=int(signed), FACTOR=f'{1. if signed else dim**.5!r}f')
-    header += f'#define PUT_PLANES(row, chunk, live) {put}\n'+BITS_OF+LOADS[load]+PUT_CODES+NEAREST+(ROTATE if signed else '')
-    return Kernel('rotate_pack', ('x', *(('signs',) if signed else ()), 'book', 'params'), (*names, 'scale'), ROTATE_PACK, header), lanes
+    header = _defines(BITS=b1+b2, CELLS=cells, STEPS=steps, DIM=dim, LANES=lanes, CHUNKS=chunks, THREADS=THREADS, SIGNS=int(signed), FACTOR=f'{1. if signed else dim**.5!r}f')
+    header += f'#define PUT_PLANES(row, chunk, live) {put}\n'+BITS_OF+LOADS[load]+BUTTERFLIES+(ROTATE_MMA if tiles else ROTATE)+PUT_CODES+NEAREST
+    return Kernel('rotate_pack', ('x', *(('signs',) if signed else ()), 'book', 'params'), (*names, 'scale'), ROTATE_PACK, header), lanes, 2 if tiles else 1
 
 # %% ../../nbs/kernels/encode.ipynb #6ff55cdc
 def rotate_pack(x:mx.array, # (..., n, D)
-    levels:mx.array, # (2^b,) ascending, for coordinates of unit variance
+    book:LevelBook, # one list of 2^b levels, for coordinates of unit variance
     widths:int|tuple, # code width b; (b₁, b₂): two planes with the upper and the lower bits
     seed:int # of the rotation
 )->tuple: # words (..., n, ⌈D b/32⌉) uint32 of each plane, scale (..., n, 1) fp16
     "Codes and scale of `RVQCodec.encode`"
     b1, b2, names = _planes(widths)
-    if levels.shape!=(2**(b1+b2),): raise ValueError(f"levels must have 2^{b1+b2} entries (got {levels.shape})")
+    if book.bits!=b1+b2 or len(book.words)>1: raise ValueError(f"the book must have one list of 2^{b1+b2} levels (got {len(book.words)} of 2^{book.bits})")
     D = x.shape[-1]
     signed = D in (32, 64, 128, 256)
     if not signed: x = rotate_rows(x.astype(mx.float32), seed)
     words, load = _as_words(x)
-    kernel, lanes = _rotate_kernel(widths, D, load, signed)
+    kernel, lanes, lane_rows = _rotate_kernel(widths, D, load, signed, book.cells, book.steps)
     rows = x.size//D
-    inputs = [words, *([signs(D, seed).view(mx.uint32)] if signed else []), _book(levels, b1+b2), int_array(rows)]
-    return tuple(_launch(kernel, inputs, rows*lanes, 1, [*[(*x.shape[:-1], n_words(D, b)) for b in (b1, b2) if b], (*x.shape[:-1], 1)],
+    inputs = [words, *([_sign_words(D, seed, words.shape[-1])] if signed else []), book.words, int_array(rows)]
+    return tuple(_launch(kernel, inputs, rows*lanes, lane_rows, [*[(*x.shape[:-1], n_words(D, b)) for b in (b1, b2) if b], (*x.shape[:-1], 1)],
         [mx.uint32]*len(names)+[mx.float16]))
 
 # %% ../../nbs/kernels/encode.ipynb #524ae98f

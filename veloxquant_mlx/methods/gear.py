@@ -54,7 +54,7 @@ def error_factors(E:mx.array, # (..., N, D) float32
     "Rank-r factors of quantization errors"
     A, Q = power_factors(E, start_matrix(E.shape[-1], rank, seed))
     weight = (Q**2).sum(axis=-2)
-    order = mx.argsort(-weight, axis=-1)
+    order = sort_rows(-weight, mx.argsort)
     weight, A, Q = (mx.take_along_axis(o, i, axis=-1) for o,i in ((weight, order), (A, order[..., None, :]), (Q, order[..., None, :])))
     if energy is not None:
         before = mx.cumsum(weight, axis=-1)-weight

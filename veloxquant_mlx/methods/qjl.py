@@ -24,7 +24,7 @@ from ..engine.codecs import *
 from ..engine.registry import *
 from ..engine.standalone import *
 from ..engine.stream import *
-from ..kernels.encode import level_pack
+from ..kernels.encode import level_pack, sign_book
 from ..kernels.snippets import *
 from ..ops.cast import *
 from ..ops.packing import *
@@ -66,7 +66,7 @@ class QJLCodec(Codec):
 def _sketch(self:QJLCodec, x, m)->tuple: # signs (…, ⌈m/32⌉) and norm (…, 1)
     "Signs and length of float32 rows"
     S, norm = sketch_matrix(m, self.dim, self.seed, self.kind), cast_finite(mx.linalg.norm(x, axis=-1, keepdims=True)/self.dim**.5)
-    if self.kernels: return level_pack(rows_times(x, S), sign_levels(), 1)[0], norm
+    if self.kernels: return level_pack(rows_times(x, S), sign_book(), 1)[0], norm
     return pack_codes(sketch_signs(x, S), 1), norm
 @patch
 def encode(self:QJLCodec, rows, start)->tuple:

@@ -22,7 +22,7 @@ from ..engine.registry import *
 from ..engine.split import *
 from ..engine.standalone import *
 from ..engine.stream import *
-from ..kernels.encode import level_pack
+from ..kernels.encode import level_pack, sign_book
 from ..kernels.snippets import *
 from .turboquant_mse import *
 from ..ops.cast import *
@@ -81,15 +81,15 @@ def from_basis(self:ProdCodec, y)->mx.array: # (B, H, n, D)
 @patch
 def encode(self:ProdCodec, rows, start)->tuple:
     "Codes (B, H, m, ⌈D(b-1)/32⌉) where b > 1, signs (B, H, m, ⌈m/32⌉), scale and length of the residual (B, H, m, 1)"
-    pack = (lambda y, levels, b: level_pack(y, levels, b)[0]) if self.kernels else lambda y, levels, b: pack_codes(nearest_level(y, levels), b)
+    pack = (lambda y, levels, book: level_pack(y, book, book.bits)[0]) if self.kernels else lambda y, levels, book: pack_codes(nearest_level(y, levels), book.bits)
     y, codes = rows_times(rows.astype(mx.float32), haar_rotation(self.dim, self.seed)), ()
     norm = mx.linalg.norm(rows.astype(mx.float32), axis=-1, keepdims=True)
     scale = cast_finite(norm/self.dim**.5)
     if self.coarse:
         unit = mx.where(norm>0, y*(self.dim**.5/mx.where(norm>0, norm, 1)), -mx.inf) # a row of zeros has codes 0
-        codes = (pack(unit, self.coarse.levels, self.coarse.n_bits),)
+        codes = (pack(unit, self.coarse.levels, unit_book(self.coarse.n_bits, self.dim)),)
         y = y-self.coarse.decode((*codes, scale), start)
-    signs = pack(rows_times(y, residual_sketch(self.m, self.dim, self.seed, self.kind)), sign_levels(), 1)
+    signs = pack(rows_times(y, residual_sketch(self.m, self.dim, self.seed, self.kind)), sign_levels(), sign_book())
     return *codes, signs, scale, cast_finite(mx.linalg.norm(y, axis=-1, keepdims=True)/self.dim**.5)
 
 # %% ../../nbs/methods/turboquant_prod.ipynb #e3a5c3f4
