@@ -9,8 +9,7 @@ Docs: https://example.github.io/veloxquant_mlx/core/observers.html.md"""
 # %% auto #0
 __all__ = ['EventLog', 'LatencyObserver', 'MemoryObserver', 'KeyNormObserver', 'DistortionObserver']
 
-# %% ../../nbs/core/observers.ipynb #1f9b44b0
-import math
+# %% ../../nbs/core/observers.ipynb #7d343e5b
 from fastcore.basics import patch
 import mlx.core as mx
 from .abstractions import *
