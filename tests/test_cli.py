@@ -7,7 +7,7 @@ import veloxquant_mlx
 from veloxquant_mlx import QuantizerConfigError, cli
 from veloxquant_mlx.models.load import load_model
 
-commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'allocate', 'demo']
+commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'allocate', 'calibrate', 'demo']
 
 @pytest.fixture(scope='module')
 def loaded(): return load_model()
@@ -47,14 +47,18 @@ def test_front_page():
     (('auto-config', '--seq-len', 'long'), "Invalid value for '--seq-len'"), (('auto-config', '--seq-len'), "requires an argument"),
     (('auto-config', '--seq-len', 0), 'seq_len must be >= 1 (got 0)'), (('auto-config', '--head-dim', 96), 'head_dim must be a power of 2 (got 96)'),
     (('auto-config', '--total-memory-bytes', 0), 'total_memory_bytes must be >= 1 (got 0)'),
-    (('generate', '-p', 'x', '--method', 'zip'), 'method must be one of turboquant_rvq, '), (('generate', '-p', 'x', '--auto', '--method', 'kivi'), '--auto and --method exclude each other'),
+    (('generate', '-p', 'x', '--method', 'zip'), 'method must be one of turboquant_prod, '), (('generate', '-p', 'x', '--auto', '--method', 'kivi'), '--auto and --method exclude each other'),
     (('generate', '-p', 'x', '--method', 'kivi', '-o', 'kivi_group=3'), "kivi has no option 'kivi_group' (did you mean kivi_group_size?)"),
     (('generate', '-p', 'x', '--method', 'kivi', '-o', 'h2o_budget=3'), "kivi has no option 'h2o_budget'"), (('generate', '-p', 'x', '--method', 'kivi', '-o', 'x'), 'an option must be name=value'),
     (('generate', '-p', ' '), 'the prompt must not be empty'), (('generate', '-p', 'x', '--max-tokens', 0), "Invalid value for '--max-tokens'"),
     (('generate', '-p', 'x', '-m', './no/such/folder'), 'no such folder: ./no/such/folder'), (('compare', '-m', 'no/such.gguf'), 'no such file: no/such.gguf'),
     (('allocate', '--average-bits', 1), 'avg_bits must be >= 2, the smallest of bit_choices (got 1.0)'), (('allocate', '--choices', '2;3'), "--choices must be ints, as in 2,3,4 (got '2;3')"),
-    (('allocate', '--choices', '2,9'), 'bit_width_inlier must be one of 1, 2, 3, 4, 5, 6, 7, 8 for kivi (got 9)'), (('allocate', '--method', 'zip'), 'method must be one of turboquant_rvq, '),
+    (('allocate', '--choices', '2,9'), 'bit_width_inlier must be one of 1, 2, 3, 4, 5, 6, 7, 8 for kivi (got 9)'), (('allocate', '--method', 'zip'), 'method must be one of turboquant_prod, '),
     (('allocate', '--mode', 'hessian'), "Invalid value for '--mode'"), (('allocate', '--seq-len', 1), "Invalid value for '--seq-len'"), (('allocate', './none'), 'no such folder'),
+    (('calibrate',), "Missing argument 'method'"), (('calibrate', 'spectral'), "Missing option '--out'"), (('calibrate', 'zip', '-o', 'x'), 'method must be one of turboquant_prod, '),
+    (('calibrate', 'kivi', '-o', 'x'), "(got 'kivi')"), (('calibrate', 'spectral', './none', '-o', 'x'), 'no such folder'), (('calibrate', 'spectral', '-o', __file__), "Invalid value for '--out'"),
+    (('calibrate', 'spectral', '-o', 'x', '--text', './none'), "Invalid value for '--text'"), (('calibrate', 'spectral', '-o', 'x', '--name', '../y'), "store: a key must be names joined by '/'"),
+    (('calibrate', 'spectral', '-o', 'x', '--tokens', 0), "Invalid value for '--tokens'"),
     (('describe', '-m', './none'), 'no such folder'), (('demo', '-m', './none'), 'no such folder'),
     (('compare', '--methods', ','), '--methods must name at least one method'), (('compare', '--methods', 'kivi:bit_width_inlier=99'), 'bit_width_inlier must be one of'),
     (('compare', '--tokens', 100, '--prefill', 100), 'prefill must be < tokens, 100 (got 100)')])
@@ -187,6 +191,28 @@ def test_allocate_by_predictions(monkeypatch):
     assert d['mode']=='kl' and 0<len(used)<len(d['layers']) and d['average_bits']<=3 and {r['bits'] for r in used}<={2,4}
     text = run('allocate', 'llama_sliding').stdout
     assert 'nats a token predicted' in text and text.count('–')==len(d['layers'])-len(used)
+
+@pytest.mark.parametrize('method', ['spectral', 'vecinfer', 'a2ats'])
+def test_calibrate(monkeypatch, tmp_path, method):
+    "A whole artifact, and the same one from the same text; a bar on stderr, nothing but the result on stdout"
+    from tiny_models import tiny
+    from veloxquant_mlx.core.artifacts import FileArtifactStore
+    class Letters:
+        def encode(self, text): return [ord(c)%100 for c in text]
+    monkeypatch.setattr(cli, 'load_model', lambda name: (tiny('llama'), Letters()))
+    args = ('calibrate', method, 'org/tiny', '--tokens', 300, '--seq-len', 128)
+    r = run(*args, '--out', tmp_path, '--json')
+    d, store = json.loads(r.stdout), FileArtifactStore(tmp_path)
+    assert (d['key'], d['facts']['rows'])==(f'{method}/org/tiny', 300) and f'{method}: texts' in r.stderr
+    assert store.keys()==[d['key']] and d['bytes']==os.path.getsize(d['path'])
+    arrays = store.load(d['key'], **d['facts'])
+    assert arrays and all(mx.isfinite(a).all() for a in arrays.values())
+    text = tmp_path/'text'
+    text.write_text('a text of my own. '*40)
+    r = run(*args, '--out', tmp_path, '--text', text, '--name', 'mine')
+    assert f"load('{method}/mine')" in ' '.join(r.stdout.split()) and store.manifest(f'{method}/mine')['hash']!=d['hash']
+    assert json.loads(run(*args, '--out', tmp_path/'new', '--json').stdout)['hash']==d['hash']
+    assert f"--tokens must be <= {len(text.read_text())}, the tokens of the text (got 4096)" in fails('calibrate', method, '--out', tmp_path, '--text', text)
 
 def test_compare(once):
     args = ('compare', '--methods', 'kivi:residual_length=32,gear', '--tokens', 160, '--chunk', 32, '--no-needle')

@@ -13,9 +13,9 @@ from veloxquant_mlx.engine.registry import methods
 from veloxquant_mlx.kernels.runtime import Backend, use_backend
 from veloxquant_mlx.ops.rope import RopeParams
 
-MUST = {'kivi', 'kivi_sink', 'adakv', 'gear', 'turboquant_rvq', 'kvquant', 'kitty', 'skvq', 'turboquant_mse', 'turboquant_prod', 'qjl', 'polar', 'spectral'} # have kernels
+MUST = {'kivi', 'kivi_sink', 'adakv', 'gear', 'turboquant_rvq', 'kvquant', 'kitty', 'skvq', 'turboquant_mse', 'turboquant_prod', 'qjl', 'polar', 'spectral', 'vecinfer'} # have kernels
 
-NO_LANES = dict(polar=(272, 288)) # head dimensions that kernels cannot read, for methods that do not have these
+NO_LANES = dict(polar=(272, 288), vecinfer=(4, 512)) # head dimensions that kernels cannot read, for methods that do not have these
 def no_lanes(method): return NO_LANES.get(method, (84, 264))
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,10 @@ spectral = lambda b, **kw: case('spectral', bit_width_inlier=b, **kw)
 polar = lambda b, **kw: case('polar', bit_width_inlier=b, **kw)
 qjl = lambda m, **kw: case('qjl', jl_dim=m, **kw)
 prod = lambda b, **kw: case('turboquant_prod', bit_width_inlier=b, **kw)
+vecinfer = lambda kb=6, vb=5, kd=4, vd=4, R=32, N=40, **kw: case('vecinfer', key_codebook_bits=kb, value_codebook_bits=vb, key_sub_dim=kd, value_sub_dim=vd, residual_length=R, n_calib_tokens=N, **kw)
+CODEWORDS = mx.array(np.random.default_rng(0).standard_normal((2, 32, 4)).astype(np.float32)) # of each head
 CASES = [
+    vecinfer(), vecinfer(8, 8, 8, 8, dim=128, n_rep=4), vecinfer(7, 3, 16, 1, R=0, value_dim=80, B=2), vecinfer(9, 6, 2, 16, dim=32, value_dim=240, R=20), vecinfer(10, 4, 1, 2, dim=256, value_dim=24), vecinfer(5, 5, value_codebook=CODEWORDS, smooth_factors=mx.ones((2,64))*2, key_codebook=CODEWORDS[0], B=2, n_rep=1),
     qjl(None), qjl(256, dim=128, n_rep=4, bit_width_inlier=3), qjl(88, dim=80, value_dim=64, B=2), qjl(72, dim=72, value_dim=128), qjl(160, value_dim=80, bit_width_inlier=4),
     prod(2), prod(1, dim=128, B=2), prod(3, n_rep=4, value_dim=128), prod(4, dim=80), prod(5, dim=72, value_dim=64), prod(8, dim=128, value_dim=256), prod(6, dim=96),
     case('turboquant_mse'), case('turboquant_mse', bit_width_inlier=3, dim=80, value_dim=128, n_rep=4),

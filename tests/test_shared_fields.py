@@ -218,7 +218,7 @@ def of_layers(method, caches): return [getattr(c.config, LISTS[method].bit_field
 def test_widths_of_layers(method):
     "Element i is the width of layer i; the table shows it"
     b = list(LISTS[method].bit_widths)
-    widths = [b[-1], b[1], b[2]]
+    widths = [b[-1], b[1], b[2%len(b)]]
     caches = KVCacheBuilder.for_model(tiny('llama'), config(method, widths))
     assert of_layers(method, caches)==widths
     assert all(f'{w} bits' in r['details'] for w,r in zip(widths, describe(caches), strict=True))
@@ -230,7 +230,7 @@ def test_widths_of_layers(method):
 @pytest.mark.parametrize('n', [1,2,4,30])
 def test_wrong_number_of_widths(method, n):
     "The message has the right one"
-    with pytest.raises(QuantizerConfigError) as e: KVCacheBuilder.for_model(tiny('llama'), config(method, [4]*n))
+    with pytest.raises(QuantizerConfigError) as e: KVCacheBuilder.for_model(tiny('llama'), config(method, [2]*n))
     assert str(e.value).startswith('bit_width_inlier must have 3 ') and str(n) in str(e.value)
 
 @pytest.mark.parametrize('method', LISTS)
@@ -247,8 +247,8 @@ def test_widths_out_of_range(method):
 
 @pytest.mark.parametrize('method', LISTS)
 def test_a_list_is_for_models(method):
-    refused('bit_width_inlier', [2,4], lambda: KVCacheFactory.create(config(method, [2,4])))
-    refused('bit_width_inlier', [2,4], KVCacheBuilder().with_method(method).with_bit_width([2,4]).build)
+    refused('bit_width_inlier', [2,2], lambda: KVCacheFactory.create(config(method, [2,2])))
+    refused('bit_width_inlier', [2,2], KVCacheBuilder().with_method(method).with_bit_width([2,2]).build)
 
 @pytest.mark.parametrize('method', [k for k in METHODS if k not in LISTS])
 def test_methods_without_widths_of_layers_refuse_a_list(method):

@@ -38,6 +38,7 @@ Modules:
 - `veloxquant_mlx.kernels.gather`: Copy chosen rows of every head.
 - `veloxquant_mlx.kernels.runtime`: One kernel text for Metal, CUDA and a CPU emulator.
 - `veloxquant_mlx.kernels.snippets`: The few lines that turn packed codes into numbers inside a kernel.
+- `veloxquant_mlx.methods.a2ats`: Every row stays exact; short codes of the keys choose which rows a decode step reads.
 - `veloxquant_mlx.methods.adakv`: A layer has one budget of bits; on every block of tokens the heads that lose most get most of it.
 - `veloxquant_mlx.methods.age_tiered`: Precision by token age: the newest groups at eight bits, middle-aged ones at four, old ones at two.
 - `veloxquant_mlx.methods.amc`: No token is dropped: salient ones stay exact, the middle keeps a third of its dimensions in 8 bits, the rest a sixteenth in 4 bits.
@@ -47,6 +48,7 @@ Modules:
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kivi_sink`: Two-bit keys and values, but the few tokens that attract most of the attention stay exact and out of the statistics.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
+- `veloxquant_mlx.methods.nsnquant`: Rows made to look standard normal, and one codebook for every model.
 - `veloxquant_mlx.methods.polar`: Directions instead of coordinates: after a random rotation the angles of a vector need no scales.
 - `veloxquant_mlx.methods.qjl`: One bit a projection: the signs of a random sketch of each key, and its length.
 - `veloxquant_mlx.methods.skvq`: Channels with like ranges share a scale, ranges are clipped by a searched factor, and the newest tokens stay exact.
@@ -54,6 +56,7 @@ Modules:
 - `veloxquant_mlx.methods.turboquant_mse`: One codebook for every vector: a random rotation gives all coordinates the same known law.
 - `veloxquant_mlx.methods.turboquant_prod`: One bit less for the codes; the bit that is saved holds the sign of what they leave out.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
+- `veloxquant_mlx.methods.vecinfer`: Small pieces of smoothed, rotated keys and of raw values, each an index into a codebook.
 - `veloxquant_mlx.methods.zipcache`: Tokens that queries really look at have four bits, all others two; a value's parameters cost next to nothing.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.
 - `veloxquant_mlx.models.gguf_tokenizer`: The tokenizer that a GGUF file carries, token for token.
@@ -61,6 +64,7 @@ Modules:
 - `veloxquant_mlx.ops.affine`: Round-to-nearest codes with one scale and one zero point per group, along channels or along tokens.
 - `veloxquant_mlx.ops.cast`: Numbers that stay finite in half precision.
 - `veloxquant_mlx.ops.codebook`: The best few levels for numbers of a known law, or for numbers at hand.
+- `veloxquant_mlx.ops.kmeans`: A codebook of vectors, fitted to samples.
 - `veloxquant_mlx.ops.lowrank`: A few rounds of power iteration give the best rank-r part of a block, without an SVD.
 - `veloxquant_mlx.ops.packing`: Codes of any width lie in `uint32` words, never one code a byte.
 - `veloxquant_mlx.ops.rope`: Rotary position embedding, applied and taken back exactly.

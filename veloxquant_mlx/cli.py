@@ -1,6 +1,6 @@
 """`veloxquant`: choose a configuration, generate with it, compare it.
 
-Seven commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `compare` measures methods side by side, `describe` shows what would happen to each layer, `allocate` shares out bits among the layers, and `demo` does the main job once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
+Eight commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `compare` measures methods side by side, `describe` shows what would happen to each layer, `allocate` shares out bits among the layers, `calibrate` computes ahead of time what a method wants to know of a model, and `demo` does the main job once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
 
 Docs: https://example.github.io/veloxquant_mlx/cli.html.md"""
 
@@ -11,14 +11,16 @@ __all__ = ['app', 'ModelName', 'MethodName', 'Pairs', 'Steps', 'AsJson', 'POOL',
            'option', 'console', 'say', 'table', 'hardware_from', 'selection_text', 'auto_config', 'method_facts',
            'bits_text', 'list_methods', 'read_value', 'read_options', 'read_methods', 'prompt_text', 'prompt_tokens',
            'stream', 'layers_text', 'generation_text', 'chosen_config', 'generate', 'show', 'timing', 'compare_methods',
-           'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate', 'model_text', 'answer',
-           'verdict', 'demo']
+           'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate', 'calibration_of',
+           'calibrated', 'artifact_name', 'calibration_sequences', 'calibrate', 'model_text', 'answer', 'verdict',
+           'demo']
 
 # %% ../nbs/99_cli.ipynb #0b84c0d1
-import ast, difflib, json, math, re, sys, warnings
+import ast, difflib, importlib, inspect, json, math, re, sys, warnings
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Literal
 import mlx.core as mx, typer
 from mlx_lm.generate import stream_generate
@@ -34,6 +36,7 @@ from . import __version__
 from .cache.base import KVCacheConfig
 from .config.allocate import *
 from .config.select import *
+from .core.artifacts import *
 from .core.errors import *
 from .core.fields import *
 from .core.settings import CacheSettings
@@ -41,6 +44,7 @@ from .engine.layers import describe, text_model
 from .engine.layer_config import LayerConfig
 from .engine.registry import get_method, methods
 from .evaluate.compare import *
+from .evaluate.corpus import corpus_text
 from .evaluate.memory import MemoryReport, memory_report
 from .evaluate.needle import needle_prompt
 from .evaluate.quality import announce_prompt
@@ -397,6 +401,69 @@ def allocate(
     if as_json: return typer.echo(json.dumps(s.as_dict()|dict(tokens=n, used=memory.used, fp16=memory.fp16), indent=2))
     table(('layer', 'sensitivity', 'bits'), [(str(r['layer']), f"{r['sensitivity']:.3g}", str(r['bits']) if r['compressed'] else '–') for r in s.as_dict()['layers']])
     typer.echo(schedule_text(s, n, memory))
+
+# %% ../nbs/99_cli.ipynb #dd710024
+def calibration_of(method:str # config name
+): # the module and the function
+    "Where a method calibrates"
+    def found(m):
+        module = importlib.import_module(m.cache_class.__module__)
+        return module, getattr(module, f'calibrate_{m.name}', None)
+    module, f = found(get_method(method))
+    if f is None: raise QuantizerConfigError(f"method must be one with a calibration: {', '.join(m.name for m in methods().values() if found(m)[1])} (got {method!r})")
+    return module, f
+
+# %% ../nbs/99_cli.ipynb #6fff3b45
+def calibrated(method:str, model, # of mlx-lm
+    sequences:list # of lists of token ids
+)->tuple: # arrays, facts
+    "Run a calibration under progress bars on stderr"
+    module, f = calibration_of(method)
+    bar = lambda what: lambda items: tqdm(items, leave=False, desc=f'{method}: {what}')
+    found = f(model, bar('texts')(sequences), **(dict(progress=bar('layers')) if 'progress' in inspect.signature(f).parameters else {}))
+    if not hasattr(module, 'calibration_arrays'): return found
+    return module.calibration_arrays(*found), dict(model=type(text_model(model)).__module__, n_layers=len(text_model(model).layers), rows=sum(map(len, sequences)))
+
+# %% ../nbs/99_cli.ipynb #7d5eb9bd
+def artifact_name(model:str|None # as it was asked for
+)->str:
+    "A model's name in a store"
+    if model is None: return 'SmolLM2-135M-Instruct'
+    path = Path(model)
+    return path.stem if path.suffix=='.gguf' else path.resolve().name if model.startswith(('.', '~', '/')) or path.is_dir() else model
+
+# %% ../nbs/99_cli.ipynb #ef8afa52
+def calibration_sequences(tokenizer,
+    n:int, # tokens in all
+    seq_len:int, # tokens of a sequence, the last may be shorter
+    path=None # of a text file; None: Python's language reference
+)->list: # of lists of ids
+    "The last tokens of a text, in pieces"
+    ids = tokenizer.encode(corpus_text() if path is None else Path(path).read_text(encoding='utf-8'))
+    if n>len(ids): raise QuantizerConfigError(f"--tokens must be <= {len(ids)}, the tokens of the text (got {n})")
+    ids = ids[-n:]
+    return [ids[i:i+seq_len] for i in range(0, n, seq_len)]
+
+# %% ../nbs/99_cli.ipynb #96ae2a85
+@app.command()
+def calibrate(
+    method:Annotated[str, typer.Argument(help='A method with a calibration, such as spectral.')],
+    model:Annotated[str|None, typer.Argument(help='Hub id, folder or GGUF file; default: the embedded SmolLM2-135M-Instruct.', show_default=False)]=None,
+    out:Annotated[Path, typer.Option('--out', '-o', file_okay=False, help='Directory of the artifact store.', show_default=False)]=...,
+    name:Annotated[str|None, typer.Option(help="Name in the store; default: the model's.", show_default=False)]=None,
+    tokens:Annotated[int, typer.Option(min=1, help='Tokens that are read.')]=4096,
+    seq_len:Annotated[int, typer.Option(min=2, help='Tokens of a sequence.')]=512,
+    text:Annotated[Path|None, typer.Option(exists=True, dir_okay=False, help="Text file; default: part of Python's manual.", show_default=False)]=None,
+    as_json:AsJson=False):
+    "Compute what a method wants to know of a model, and keep it in an artifact store."
+    store, key = FileArtifactStore(out), f'{method}/{name or artifact_name(model)}'
+    calibration_of(method) # all errors before the model is loaded
+    path = artifact_path(out, key)
+    lm, tokenizer = load_model(model)
+    arrays, facts = calibrated(method, lm, calibration_sequences(tokenizer, tokens, seq_len, text))
+    store.save(key, arrays, **facts)
+    if as_json: return typer.echo(json.dumps(dict(key=key, path=str(path), bytes=path.stat().st_size)|store.manifest(key), indent=2))
+    say(f"Artifact  {path}, {size_text(path.stat().st_size)}\nBelongs   to {', '.join(f'{k} {v}' for k,v in facts.items())}\nLoad      FileArtifactStore({str(out)!r}).load({key!r})")
 
 # %% ../nbs/99_cli.ipynb #eaaf79f6
 def model_text(model, # a model

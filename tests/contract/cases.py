@@ -18,12 +18,13 @@ class Traits:
     below_fp16:bool = True # fewer bytes than fp16 at 2,048 tokens, whatever the rows
     ranks_nan:bool = False # NaN is an input with a meaning
     sides:str = 'kv' # what the width is a width of
+    powers_of_two:str = '' # sides ('k', 'v') whose head dimension must be one
     seed:str|None = None # the field that random draws come from
 
 FAMILY = dict(quantize={}, hybrid={}, low_rank=dict(prompt_end=True), cross_layer=dict(prompt_end=True),
     evict=dict(trimmable=False, evicts=True, prompt_end=True))
 METHOD = dict(
-    turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed', sides='v'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed'), nsnquant=dict(seed='nsn_seed'), gear=dict(seed='seed'),
+    turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed', sides='v'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed', powers_of_two='k'), nsnquant=dict(seed='nsn_seed', powers_of_two='kv'), gear=dict(seed='seed'),
     zipcache=dict(prompt_end=True, seed='seed'), amc=dict(prompt_end=True), anchorkv=dict(prompt_end=True, seed='anchorkv_seed'),
     palu=dict(exact_prompt=False), minicache=dict(below_fp16=False), a2ats=dict(trimmable=False, below_fp16=False, seed='seed'),
     rocketkv=dict(trimmable=False, evicts=True, prompt_end=True), streaming_llm=dict(prompt_end=False), kvzip=dict(below_fp16=False),
@@ -39,7 +40,11 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     kivi=dict(residual_length=32, kivi_group_size=8), kivi_sink=dict(residual_length=32, kivi_group_size=8, n_sink_tokens=2), adakv=dict(residual_length=32, adakv_group_size=8),
     age_tiered=dict(age_recent_boundary=32, age_mid_boundary=96, age_group_size=16),
     skvq=dict(n_calib_tokens=32, skvq_window=16, skvq_group_size=16),
+    nsnquant=dict(nsn_residual_length=16, nsn_max_ctx=10**6),
+    vecinfer=dict(residual_length=16, n_calib_tokens=32, key_codebook_bits=6, value_codebook_bits=5),
+    a2ats=dict(a2ats_window=16, a2ats_codebook_bits=5),
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
+BOOK = mx.array(np.random.default_rng(4).standard_normal((32,8)).astype(np.float32))
 VARIANTS = dict(
     spectral=dict(uneven=dict(bit_width_outlier=5, jl_dim=7, spectral_key_d_eff=9, spectral_val_d_eff=16), no_sketch=dict(spectral_apply_qjl=False, spectral_key_d_eff=0)),
     amc=dict(query=dict(amc_use_query_saliency=True), adaptive=dict(amc_adaptive_thresholds=True, amc_calib_variance=.01, amc_threshold_window=32), all_mid=dict(amc_k_high=0., amc_k_mid=1., amc_group_size=8)),
@@ -53,10 +58,14 @@ VARIANTS = dict(
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
     adakv=dict(entropy=dict(adakv_importance='attention_entropy', adakv_obs_window=8), uneven=dict(adakv_lo_bit=1, adakv_mid_bit=4, adakv_hi_bit=8, adakv_target_avg_bits=4.3, adakv_update_interval=2)),
     kivi_sink=dict(many=dict(n_sink_tokens=30, bit_width_inlier=3), none=dict(n_sink_tokens=0)),
+    nsnquant=dict(rope=dict(rope=RopeParams(24)), one_bit=dict(nsn_bits=1, nsn_subvector_dim=16, nsn_codebook_size=16, nsn_residual_length=12), uneven=dict(nsn_subvector_dim=4, nsn_codebook_size=5, nsn_residual_length=24)),
+    vecinfer=dict(uneven=dict(residual_length=24, n_calib_tokens=50, key_sub_dim=2, key_codebook_bits=5, value_sub_dim=16, value_codebook_bits=9), at_once=dict(residual_length=0)),
     skvq=dict(rope=dict(rope=RopeParams(24)), uneven=dict(skvq_bits_key=3, skvq_bits_value=5, skvq_group_size=24), plain=dict(skvq_reorder=False, skvq_clip_search=False, skvq_clip_alpha=.9, skvq_n_sink=0, skvq_window=0)),
+    a2ats=dict(rope=dict(rope=RopeParams(24)), given=dict(a2ats_codebook=BOOK, a2ats_query_h=mx.diag(mx.arange(1., 9.))), few=dict(a2ats_use_query_aware=False, a2ats_retrieval_fraction=.03, a2ats_sub_dim=4, a2ats_codebook_bits=3)),
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-EXACT = dict(spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
+VARIANT_TRAITS = dict(a2ats=dict(given=dict(trimmable=True, seed=None))) # what differs from the method's own
+EXACT = dict(vecinfer=31, a2ats=55, nsnquant=15, spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
 
 @dataclass(frozen=True)
 class Case:
@@ -65,7 +74,7 @@ class Case:
     given:tuple # (field, value) pairs
     def __str__(self): return f'{self.method}-{self.name}'
     @property
-    def traits(self): return traits(self.method)
+    def traits(self): return replace(traits(self.method), **VARIANT_TRAITS.get(self.method, {}).get(self.name, {}))
     @property
     def window_unit(self): # a sliding window must be a multiple of it
         d = dict(self.given)
@@ -158,6 +167,15 @@ def decoded(c):
     "The rows that a call of one token reads"
     k, v = c.keys_and_values()
     return k+0, v+0
+
+def reads(c, x, mask=None, meant=None):
+    "Which of the decoded rows a step reads: those that the mask's meaning shows, and of them what the method chooses, if it is one that does"
+    rows = c.chosen(x.q, SCALE, mask) if hasattr(c, 'chosen') else None
+    if rows is None: return meant
+    B, H, n = rows.shape
+    rows = mx.concatenate([mx.zeros((B,H,c.offset-c.first-n), mx.bool_), rows], axis=-1)
+    rows = mx.repeat(rows, x.q.shape[1]//H, axis=1)[:,:,None]
+    return rows if meant is None else rows & meant if meant.dtype==mx.bool_ else mx.where(rows, meant, -mx.inf)
 
 def attention(q, k, v, mask=None, sinks=None):
     "Softmax attention by its definition"

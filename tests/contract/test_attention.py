@@ -3,6 +3,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import *
+from veloxquant_mlx.core.errors import QuantizerConfigError
 
 each, few, one = over(CASES), over(FEW), over(ONE)
 keeps = over(FEW, lambda t: not t.evicts)
@@ -19,10 +20,10 @@ def test_a_prompt_in_one_call_is_exact(case):
 
 @keeps
 def test_one_token_reads_everything_from_the_cache(case):
-    "Its own row too: the output is attention over the rows that are stored"
+    "Its own row too: the output is attention over the rows that are stored, or over those of them that the method chooses"
     c, x = filled(case), step()
     out = call(c, x)
-    assert close(out, attention(x.q, *decoded(c)))
+    assert close(out, attention(x.q, *decoded(c), reads(c, x)))
 
 @over(FEW, lambda t: not t.evicts and not t.prompt_end)
 def test_later_tokens_of_a_prompt_read_their_own_call_exactly(case):
@@ -66,18 +67,21 @@ def test_grouped_queries(case, n_rep):
     out, old = call(c, y), decoded(c)
     k, v = (mx.concatenate([o[:,:,:T], own], axis=2) for o,own in zip(old, (y.k, y.v))) if not case.traits.prompt_end else (None, None)
     if k is not None: assert close(out, attention(y.q, k, v, 'causal'))
-    assert close(call(c, z), attention(z.q, *decoded(c)))
+    assert close(call(c, z), attention(z.q, *decoded(c), reads(c, z)))
 
 @few
 @pytest.mark.parametrize('D,D_v', [(48,32), (32,48), (80,80), (64,16)])
 def test_head_dims(case, D, D_v):
-    "Keys and values may differ, and need not be powers of two"
+    "Keys and values may differ, and need not be powers of two; a method for which they must be says so"
     x, z = rows(D=D, D_v=D_v), step(D=D, D_v=D_v)
+    if any(d&(d-1) for s,d in zip('kv', (D, D_v)) if s in case.traits.powers_of_two):
+        with pytest.raises(QuantizerConfigError, match='must be a power of 2'): feed(case.create(head_dim=D), x)
+        return
     c = case.create(head_dim=D)
     out, = feed(c, x)
     assert out.shape==(1,H_Q,T,D_v) and c.shape==(1,H,D,D_v) and c.fp16_nbytes==2*H*T*(D+D_v)
     if case.traits.exact_prompt: assert close(out, causal(x))
-    assert close(call(c, z), attention(z.q, *decoded(c)))
+    assert close(call(c, z), attention(z.q, *decoded(c), reads(c, z)))
     if not case.traits.evicts: assert abs(c.used_nbytes/c.formula_nbytes(T+1)-1)<.03
 
 @few
@@ -114,7 +118,7 @@ def test_masks(case, L, fused):
     for name,(given,meant) in masks(L, T+L).items():
         for sinks in None, sinks_of(H_Q):
             out = mx.fast.scaled_dot_product_attention(y.q, *handles, scale=SCALE, mask=given, sinks=sinks)
-            assert close(out, attention(y.q, k, v, meant, sinks)), (name, sinks is not None)
+            assert close(out, attention(y.q, k, v, reads(c, y, given, meant), sinks)), (name, sinks is not None)
 
 @over(FEW, lambda t: t.exact_prompt)
 def test_masks_of_a_prompt(case):
@@ -187,7 +191,7 @@ def test_sliding_window(case, w):
         k, v = (o+0 for o in handles)
         q, j = mx.arange(at-n, at)[:,None], mx.arange(a.first, at)[None]
         out = call(b, y) if a is not b else mx.fast.scaled_dot_product_attention(y.q, *handles, scale=SCALE, mask=b.make_mask(n) if n==1 else 'causal')
-        assert close(out, attention(y.q, k, v, (j<=q) & (j>q-w))), at
+        assert close(out, attention(y.q, k, v, reads(a, y, meant=(j<=q) & (j>q-w)))), at
     assert b.offset==at
 
 @keeps
