@@ -40,6 +40,22 @@ template<class P, int N> FN void load_turns(P p, thread uint (&x)[N]) {
   if (N % 4 == 0) { UNROLL for (int i = 0; i < N; i += 4) { const uint4 w = load4(p, i); x[i] = w.x; x[i + 1] = w.y; x[i + 2] = w.z; x[i + 3] = w.w; } }
   else { UNROLL for (int i = 0; i < N; ++i) x[i] = p[i]; }
 }
+#if KEY_RANK
+template<class P> FN void load_key_factors(P A, int g, int t, thread uint (&a)[4]) { // left factors of a tile: tokens g and g + 8, ranks 2t and on
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const int r = 2 * t + (i >> 1) * 8; const uint at = (uint)((g + (i & 1) * 8) * KEY_RANK + r);
+    a[i] = r + 1 < KEY_RANK ? low_halves(bits(A[at]), bits(A[at + 1])) : r < KEY_RANK ? bits(A[at]) : 0u;
+  }
+}
+#endif
+#if VALUE_RANK
+template<class P> FN void load_value_factors(P A, int g, int t, thread uint (&a)[4]) { // tokens 2t and on, ranks g and g + 8
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const int r = g + (i & 1) * 8; const uint at = (uint)((2 * t + (i >> 1) * 8) * VALUE_RANK + r);
+    a[i] = r < VALUE_RANK ? low_halves(bits(A[at]), bits(A[at + VALUE_RANK])) : 0u;
+  }
+}
+#endif
 FN uint2 both(uint x, uint y) { uint2 r; r.x = x; r.y = y; return r; }
 FN uint power2(int i) { return (uint)(15 + i << 10) * 0x10001u; } // two halves
 template<class T> FN float half_range(T x) { return min(max(float(x), -65504.f), 65504.f); }
@@ -93,12 +109,45 @@ template<int DIM, int N, int LAYOUT, int M> struct TokenLists {
   }
   template<class S> FN void clear(S delta) { UNROLL for (int k = 0; k < SHARE; ++k) { poke(delta, at[k], 0u); poke(delta, by[k], 0u); } }
 };
-// lists of M entries for a block of tokens, with the first entry of every token
-template<int DIM, int N, int LAYOUT, int M, int BLOCK, class C, class R, class P, class S> FN void scatter_block(C channels, R rest, P pointers, int row, uint lane, S delta, bool on) {
-  const int block = row / BLOCK, i = lane >> 1; const uint at = (uint)(block * (BLOCK + 1) + row % BLOCK + i);
-  for (int e = pointers[at] + (lane & 1); e < (int)pointers[at + 1]; e += 2)
-    delta[Cells<DIM, N, LAYOUT>::of_token(i) + Cells<DIM, N, LAYOUT>::of_channel(channels[(uint)(block * M + e)])] = on ? rest[(uint)(block * M + e)] : half(0.f);
-}
+// lists of M entries for a block of tokens, with the first entry of every token: a lane holds a share of a tile's entries, read ahead from where the tile before ends
+template<int DIM, int N, int LAYOUT, int M, int BLOCK> struct BlockLists {
+  typedef Cells<DIM, N, LAYOUT> Cell;
+  enum { SHARE = 2 };
+  int pointer, start, list; uint channel[SHARE], by[SHARE], at[SHARE], none; // lane i < 17 has the first entry of token i
+  template<class S> FN void begin(int head, uint lane, S delta) { pointer = start = list = 0; none = poke_base(delta, DELTAS + lane); }
+  template<class C, class R, class P> FN void load(C channels, R rest, P pointers, int row, uint lane) {
+    const int block = row / BLOCK, first = row % BLOCK;
+    start = first ? simd_shuffle(pointer, 16) : 0; list = block * M;
+    pointer = pointers[(uint)(block * (BLOCK + 1) + first) + min(lane, 16u)];
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      const int e = min(start + (int)lane + 32 * k, M - 1);
+      channel[k] = channels[(uint)(list + e)]; by[k] = bits(rest[(uint)(list + e)]);
+    }
+  }
+  FN int token(int e) { // the last one whose entries begin at e or before
+    int i = 0;
+    UNROLL for (int step = 8; step; step >>= 1) { const int first = simd_shuffle(pointer, i + step); i += first <= e ? step : 0; }
+    return i;
+  }
+  template<class C, class R, class S> FN void write(C channels, R rest, uint lane, S delta) {
+    const int end = simd_shuffle(pointer, 16);
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      const int e = start + (int)lane + 32 * k, i = token(e);
+      at[k] = e < end ? poke_base(delta, Cell::of_token(i)) + 2 * Cell::of_channel(channel[k]) : none;
+      poke(delta, at[k], by[k]);
+    }
+    for (int a = start + 32 * SHARE; a < end; a += 32) rarely(channels, rest, a + (int)lane, end, delta, true);
+  }
+  template<class C, class R, class S> FN void clear(C channels, R rest, uint lane, S delta) {
+    const int end = simd_shuffle(pointer, 16);
+    UNROLL for (int k = 0; k < SHARE; ++k) poke(delta, at[k], 0u);
+    for (int a = start + 32 * SHARE; a < end; a += 32) rarely(channels, rest, a + (int)lane, end, delta, false);
+  }
+  template<class C, class R, class S> FN void rarely(C channels, R rest, int e, int end, S delta, bool on) { // more entries than lanes hold
+    const int i = token(e);
+    if (e < end) delta[Cell::of_token(i) + Cell::of_channel(channels[(uint)(list + e)])] = on ? rest[(uint)(list + e)] : half(0.f);
+  }
+};
 """
 
 # %% ../../nbs/kernels/attention.ipynb #809ad322
@@ -193,10 +242,10 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 float o[VS][4], under[2] = {-2e38f, -2e38f}, sum[4] = {0.f, 0.f, 0.f, 0.f}; // a weight is 2^(score - under)
 UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int e = 0; e < 4; ++e) o[j][e] = 0.f; }
 #if KEY_RANK
-uint u0 = 0u, u1 = 0u;
+uint u0 = 0u, u1 = 0u, key_a[4];
 #endif
 #if VALUE_RANK
-float part[4] = {0.f, 0.f, 0.f, 0.f};
+uint value_a[4]; float part[4] = {0.f, 0.f, 0.f, 0.f};
 #endif
 #if KEY_APART
 float q_lo = 0.f, q_hi = 0.f; // a lane's sums of queries, for the zeros
@@ -308,12 +357,7 @@ SCORES = r"""
     simdgroup_barrier(mem_flags::mem_threadgroup); KEY_SCATTER(false); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 #if KEY_RANK
-    uint a[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      const int r = 2 * t + (i >> 1) * 8; const uint at = (uint)((k_row + g + (i & 1) * 8) * KEY_RANK + r);
-      a[i] = r + 1 < KEY_RANK ? low_halves(bits(k_A_h[at]), bits(k_A_h[at + 1])) : r < KEY_RANK ? bits(k_A_h[at]) : 0u;
-    }
-    mma(d, a[0], a[1], a[2], a[3], u0, u1);
+    mma(d, key_a[0], key_a[1], key_a[2], key_a[3], u0, u1);
 #endif
 #if KEY_APART
     float z[4] = {0.f, 0.f, 0.f, 0.f};
@@ -417,15 +461,11 @@ VALUES = r"""
     simdgroup_barrier(mem_flags::mem_threadgroup); VALUE_SCATTER(false); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 #if VALUE_RANK
-    uint a[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      const int r = g + (i & 1) * 8; const uint at = (uint)((v_row + 2 * t + (i >> 1) * 8) * VALUE_RANK + r);
-      a[i] = r < VALUE_RANK ? low_halves(bits(v_A_h[at]), bits(v_A_h[at + VALUE_RANK])) : 0u;
-    }
-    mma(part, a[0], a[1], a[2], a[3], b0, b1);
+    mma(part, value_a[0], value_a[1], value_a[2], value_a[3], b0, b1);
     if (sub == 0) { // the block ends: its right factor meets the weighted sum of its left one
       const uint w0 = b_from_c(pack2(part[0], part[1])), w1 = b_from_c(pack2(part[2], part[3]));
       UNROLL for (int j = 0; j < VS; ++j) {
+        uint a[4];
         UNROLL for (int i = 0; i < 4; ++i) {
           const int ch = 2 * j + (i & 1), r = 2 * t + (i >> 1) * 8; const uint at = (uint)((v_row / UNIT * VALUE_RANK + r) * VD + VC + ch);
           a[i] = ch >= VN || r >= VALUE_RANK ? 0u : r + 1 < VALUE_RANK ? low_halves(bits(v_Qt_h[at]), bits(v_Qt_h[at + VD])) : bits(v_Qt_h[at]);
@@ -578,16 +618,18 @@ def _side_constants(side, snippet, dim, n, index)->dict:
     halves = f'({name}.pair((i) / 2, 2 * (j), s_{name}_table), 2 * (j) + 1 < {n} ? {name}.pair((i) / 2, 2 * (j) + 1, s_{name}_table) : 0u)'
     couple = f'{name}.couple(i, j, s_{name}_table)' if snippet.couples else f'((i) % 2 ? high_halves{halves} : low_halves{halves})'
     layout = 'VALUE_PAIRS' if index else 'KEY_COUPLES' if snippet.couples or snippet.rope else 'KEY_PAIRS'
-    row, m = f'{p}_row, lane, s_delta[warp], on', snippet.n_sparse
+    m = snippet.n_sparse
     scatter = dict(token=f'if (on) {name}_lists.write(s_delta[warp]); else {name}_lists.clear(s_delta[warp])',
-        block=f'scatter_block<{dim}, {n}, {layout}, {m}, {snippet.block}>({p}_channels_h, {p}_rest_h, {p}_pointers_h, {row})').get(snippet.sparse, '')
-    lists = f'{name}_lists.load({p}_indices_h, {p}_rest_h, row, lane);' if snippet.sparse=='token' else ''
+        block=f'if (on) {name}_lists.write({p}_channels_h, {p}_rest_h, lane, s_delta[warp]); else {name}_lists.clear({p}_channels_h, {p}_rest_h, lane, s_delta[warp])').get(snippet.sparse, '')
+    kind = dict(token=f'TokenLists<{dim}, {n}, {layout}, {m}>', block=f'BlockLists<{dim}, {n}, {layout}, {m}, {snippet.block}>').get(snippet.sparse)
+    lists = dict(token=f'{name}_lists.load({p}_indices_h, {p}_rest_h, row, lane);', block=f'{name}_lists.load({p}_channels_h, {p}_rest_h, {p}_pointers_h, row, lane);').get(snippet.sparse, '')
+    factors = f'load_{name}_factors({p}_A_h + (uint)((row) * {snippet.rank}), g, t, {name}_a);' if snippet.rank else ''
     codec = f'{name.capitalize()}Codec'
     return {f'{side}_UNIT':snippet.unit, f'{side}_TABLE':snippet.table or 1, f'{side}_RANK':snippet.rank, f'{side}_SPARSE':int(bool(snippet.sparse)),
         f'{side}_APART':int(apart), f'{side}_UP(i)':f'{codec}::up(i)' if apart else '0', f'{side}_DOWN':f'{codec}::DOWN' if apart else '0',
         f'{side}_PAIR(w, j)':pair, f'{side}_COUPLE(i, j)':couple, f'{side}_SCATTER(on)':scatter,
-        f'{side}_LISTS':f'TokenLists<{dim}, {n}, {layout}, {m}> {name}_lists; {name}_lists.begin(bh % n_head, lane, s_delta[warp]);' if snippet.sparse=='token' else '',
-        f'{side}_LOAD(row)':f"{{ {name}.load({side[0]}_ARRAYS (row) + {'2 * t, VC' if index else 'g, KA'}); {lists} }}"}
+        f'{side}_LISTS':f'{kind} {name}_lists; {name}_lists.begin(bh % n_head, lane, s_delta[warp]);' if kind else '',
+        f'{side}_LOAD(row)':f"{{ {name}.load({side[0]}_ARRAYS (row) + {'2 * t, VC' if index else 'g, KA'}); {lists} {factors} }}"}
 
 # %% ../../nbs/kernels/attention.ipynb #a3992d9e
 N_PROCESSORS = 132
@@ -602,7 +644,8 @@ def _ahead(key, value)->tuple: # statements, and the lanes that look after keys
     "Lines of 128 bytes of a tile's packed rows, one a lane"
     lines, lane, of_keys = [], 0, 0
     for p,snippet in (('k', key), ('v', value)):
-        for a in snippet.arrays[:snippet.n_own or None]:
+        for i,a in enumerate(snippet.arrays):
+            if snippet.n_own and i>=snippet.n_own and a.per!='head': continue # lists that all heads read: asking for them eight times costs more than it brings
             n = -(-16*a.width*a.itemsize//128)
             if a.per=='all' or not a.by_token or lane+n>32: continue
             lines.append(f'if (lane >= {lane} && lane < {lane+n}) {{ ahead = (const char*)({p}_{a.name}_h) + (lane - {lane}) * 128; ahead_step = {a.width*a.itemsize}; }}')
