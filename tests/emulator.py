@@ -315,6 +315,7 @@ static bool emu_any(emu::Site s, bool v) { return emu::reduce(s, (int)v, [](int 
 
 static inline uint bits(half h) { return emu_cast<ushort>(h); }
 static inline uint bits(ushort h) { return h; }
+static inline half as_half(uint x) { return emu_cast<half>((ushort)x); }
 static inline float emu_float(uint h) { // of the bits of a half
   uint sign = h>>15<<31, a = h & 0x7fff;
   if (a < 0x400) return emu_cast<float>(emu_cast<uint>(a*0x1p-24f) | sign);
@@ -341,6 +342,7 @@ static inline uint mul2(uint a, uint b) { return emu_round((double)low2(a)*low2(
 
 static inline uint low_halves(uint a, uint b) { return (a & 0xffff) | b << 16; }
 static inline uint high_halves(uint a, uint b) { return a >> 16 | (b & 0xffff0000); }
+static inline uint neg2(uint x) { return x ^ 0x80008000u; }
 static inline uint and_or(uint x, uint mask, uint y) { return (x & mask) | y; }
 static inline uint funnel(uint lo, uint hi, uint s) {
   if (s>31) EMU_FAIL(emu::BAD_ARGUMENT, "funnel: shift %u", s);
@@ -354,6 +356,16 @@ template<class P> static auto emu_aligned(const char* f, P p, long i, int n) {
 template<class P> static inline uint2 load2(P p, long i) { auto q = emu_aligned("load2", p, i, 2); return {q[0], q[1]}; }
 template<class P> static inline uint4 load4(P p, long i) { auto q = emu_aligned("load4", p, i, 4); return {q[0], q[1], q[2], q[3]}; }
 template<class P> static inline uint load_half2(P p, long i) { auto q = emu_aligned("load_half2", p, i, 2); return bits(q[0]) | bits(q[1]) << 16; }
+template<class P> static inline uint4 load_half8(P p, long i) {
+  auto q = emu_aligned("load_half8", p, i, 8);
+  return {load_half2(q, 0), load_half2(q, 2), load_half2(q, 4), load_half2(q, 6)};
+}
+template<class P> static inline void clear_half8(P p, long i) { auto q = emu_aligned("clear_half8", p, i, 8); for (int e=0; e<8; ++e) q[e] = half(0); }
+template<class P> static inline uint peek_base(P table, uint i) { return 4*i; }
+template<class P> static inline uint peek(P table, uint at) { return table[at >> 2]; }
+template<class P> static inline uint poke_base(P p, uint i) { return 2*i; }
+template<class P> static inline void poke(P p, uint at, uint x) { p[at >> 1] = as_half(x); }
+#define hold(p)
 
 #if EMU_METAL
 static inline int frag_row(int lane) { return (lane>>2 & 4) + (lane>>1 & 3); }
@@ -362,6 +374,7 @@ static inline int b_k(int lane, int e) { return frag_row(lane); }
 static inline int b_n(int lane, int e) { return 2*frag_col(lane)+e; }
 enum { ROW_XOR_0 = 2, ROW_XOR_1 = 4, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 8, B_PAIRED = 0 };
 #define HAS_PREFETCH 0
+#define TABLE_COPIES 1
 #else
 static inline int frag_row(int lane) { return lane>>2; }
 static inline int frag_col(int lane) { return lane&3; }
@@ -369,6 +382,7 @@ static inline int b_k(int lane, int e) { return 2*frag_col(lane)+e; }
 static inline int b_n(int lane, int e) { return frag_row(lane); }
 enum { ROW_XOR_0 = 4, ROW_XOR_1 = 8, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 2, B_PAIRED = 1 };
 #define HAS_PREFETCH 0
+#define TABLE_COPIES 32
 #endif
 static void emu_mma(emu::Site site, float (&c)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   static struct Tile { float a[16][16], b[8][16]; } tiles[32][2]; // b transposed

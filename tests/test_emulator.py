@@ -170,6 +170,22 @@ def test_bits_and_vector_loads():
     wide = v[:,0] | v[:,1]<<np.uint64(32)
     assert (out.T==[v[:,0]&0xffff | (v[:,1]&0xffff)<<16, v[:,2]>>16 | v[:,3]>>16<<16, wide>>k & 0xffffffff, w[2:66:2], w[3:67:2], w[:32]&0xffff | 5<<16]).all()
 
+def test_words_that_spare_instructions():
+    "`hold`, and shared memory by bytes"
+    w = rng(0).integers(0, 1<<16, 128, dtype=np.uint16)
+    body = '''uint i = thread_index_in_simdgroup; hold(i);
+    threadgroup uint table[2*TABLE_COPIES + 32]; threadgroup half cells[256];
+    if (i==0) { for (int k=0; k<2*TABLE_COPIES + 32; ++k) table[k] = 3*k; }
+    for (int k=0; k<4; ++k) poke(cells, poke_base(cells, 8*i) + 4*k + 2, bits(w[4*i+k])); // odd cells
+    for (int k=0; k<4; ++k) cells[8*i+2*k] = as_half(neg2(bits(w[4*i+k])));
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    out[i*5] = peek(table, peek_base(table, i) + 4*(i & 1));
+    const uint4 v = load_half8(cells, 8*(31-i)); out[i*5+1] = v.x; out[i*5+2] = v.y; out[i*5+3] = v.z; out[i*5+4] = v.w;'''
+    for layout in ('cuda', 'metal'):
+        out = run1(body, ((32,5), U32), layout=layout, w=w.view(F16))
+        i = np.arange(32, dtype=U32)
+        assert (out[:,0]==3*(i+(i&1))).all() and (out[::-1,1:]==(w.astype(U32)<<16 | w^0x8000).reshape(32,4)).all()
+
 def test_math():
     x = np.abs(rng(0).standard_normal(32)).astype(F32)*20
     body = '''const int i = thread_index_in_simdgroup; const float v = x[i];

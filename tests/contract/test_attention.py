@@ -195,6 +195,13 @@ def test_sliding_window(case, w):
     assert b.offset==at
 
 @keeps
+def test_a_sliding_window_in_single_steps(case):
+    "Past every border of a block and of what is freed"
+    c = filled(case, rows(230), sliding_window=24)
+    for i in range(110): assert mx.isfinite(call(c, step(i))).all(), i
+    assert c.offset==340 and c.nbytes
+
+@keeps
 def test_a_sliding_window_bounds_the_bytes(case):
     w, x, step = 64, rows(2976), 48 # sixteen steps are three times the tokens that are freed at once
     c, sizes = case.create(sliding_window=w), []

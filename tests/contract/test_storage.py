@@ -210,6 +210,26 @@ def test_trim_of_the_last_tokens_again_and_again(case):
         assert c.trim(3)==3
     assert c.offset==T+80 and all(mx.isfinite(o).all() for o in decoded(c))
 
+@over(FEW, lambda t: t.trimmable)
+def test_trim_of_everything_leaves_a_fresh_cache(case):
+    "Tables that were fitted on forgotten tokens are forgotten too"
+    c, x = filled(case), rows(200, seed=2)
+    assert c.trim(T)==T and c.empty()
+    feed(c, x, attend=sees_queries(c, case))
+    assert stored(c)==stored(filled(case, x))
+
+@over(FEW, lambda t: t.prompt_end)
+def test_announcing_a_prompt_leaves_what_was_decided(case):
+    "A segment that is due is made, whether somebody looked at the cache before the announcement or not"
+    looked, not_looked, x, y = filled(case), filled(case), rows(200, seed=2), rows(50, seed=3)
+    for n in (64, 128, 200):
+        for i in range(looked.offset-T, n): call(looked, x[i:i+1]), call(not_looked, x[i:i+1])
+        assert looked.nbytes
+        a, b = copy.deepcopy(looked), not_looked
+        for c in a, b: feed(c, y)
+        assert stored(a)==stored(b), n
+        not_looked = copy.deepcopy(looked)
+
 @over(FEW, lambda t: not t.trimmable)
 def test_trim_is_refused(case):
     c = filled(case)

@@ -168,6 +168,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
 def expect_prompt(self:CompressedCache, n:int): # tokens, counted from here
     "Announce a prompt; without effect unless a method acts at its end"
     if type(n) is not int or n<1: raise ValueError(f"n must be an int >= 1 (got {n!r})")
+    self.commit() # what the last call decided belongs before it
     self._open, self._expected = True, n
 
 # %% ../../nbs/engine/base.ipynb #d1e40704
@@ -269,7 +270,8 @@ def header(self:CompressedCache)->mx.array: # int64
     "Version, offset, shape, dtype, prompt clock and the counts as one array"
     shape = self.shape or (0, 0, 0, 0)
     kind = -1 if self.source_dtype is None else FLOATS.index(self.source_dtype)
-    return mx.array([self.version, self.offset, *shape, kind, self._open, self._expected, *self.counts()], mx.int64)
+    is_open = self._open or (self._closes and not self._attended) # a prompt ends with its last attention
+    return mx.array([self.version, self.offset, *shape, kind, is_open, self._expected, *self.counts()], mx.int64)
 
 # %% ../../nbs/engine/base.ipynb #45cb3d78
 @patch(as_prop=True)
@@ -346,6 +348,7 @@ def trim(self:CompressedCache, n:int # tokens to remove from the end
     if n:
         self.cut(self.offset-n)
         self.offset -= n
+        if not self.offset: self._open, self._expected = True, 0
     self._before, self._handles, self._kept = self.offset, None, None
     return n
 

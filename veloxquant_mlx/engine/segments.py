@@ -93,7 +93,8 @@ def parts(self:SegmentedCache)->list: # lengths of the segments to make
     "What is due: the prompt at its end, or enough decoded tokens"
     n = self.n_exact
     if self._closes and n>=self.least: return [n*(i+1)//m-n*i//m for m in [-(-n//self.most)] for i in range(m)]
-    return [self.every] if self.every and not self._open and n>=self.every else []
+    m = max(self.every or 0, self.least)
+    return [m] if self.every and not self._open and n>=m else []
 
 # %% ../../nbs/engine/segments.ipynb #47ab3da9
 @patch

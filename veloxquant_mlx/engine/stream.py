@@ -218,6 +218,7 @@ def trim(self:Stream, n:int, # tokens to keep, counted from the start of the seq
     self.tail = cast_finite(self.codec.from_basis(self._decode(border, keep)), dtype) if border<keep else self.tail[..., :0, :]
     for o,(p,q) in zip(self.packed, self.rates): o.cut(0, (border-self.dropped)*p//q)
     self.n_packed = border
+    if not border and keep<self.codec.n_fit: self.codec.tables = () # fitted on tokens that are gone
 
 # %% ../../nbs/engine/stream.ipynb #f1597c3e
 @patch

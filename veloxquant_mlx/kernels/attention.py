@@ -40,42 +40,114 @@ template<class P, int N> FN void load_turns(P p, thread uint (&x)[N]) {
   if (N % 4 == 0) { UNROLL for (int i = 0; i < N; i += 4) { const uint4 w = load4(p, i); x[i] = w.x; x[i + 1] = w.y; x[i + 2] = w.z; x[i + 3] = w.w; } }
   else { UNROLL for (int i = 0; i < N; ++i) x[i] = p[i]; }
 }
+#if KEY_RANK
+template<class P> FN void load_key_factors(P A, int g, int t, thread uint (&a)[4]) { // left factors of a tile: tokens g and g + 8, ranks 2t and on
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const int r = 2 * t + (i >> 1) * 8; const uint at = (uint)((g + (i & 1) * 8) * KEY_RANK + r);
+    a[i] = r + 1 < KEY_RANK ? low_halves(bits(A[at]), bits(A[at + 1])) : r < KEY_RANK ? bits(A[at]) : 0u;
+  }
+}
+#endif
+#if VALUE_RANK
+template<class P> FN void load_value_factors(P A, int g, int t, thread uint (&a)[4]) { // tokens 2t and on, ranks g and g + 8
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const int r = g + (i & 1) * 8; const uint at = (uint)((2 * t + (i >> 1) * 8) * VALUE_RANK + r);
+    a[i] = r < VALUE_RANK ? low_halves(bits(A[at]), bits(A[at + VALUE_RANK])) : 0u;
+  }
+}
+#endif
 FN uint2 both(uint x, uint y) { uint2 r; r.x = x; r.y = y; return r; }
-template<class S> FN uint turned(uint x, S table, int i) { const uint2 turn = load2(table, i); return fma2(x, turn.x, mul2(high_halves(x, x << 16), turn.y)); }
+FN uint power2(int i) { return (uint)(15 + i << 10) * 0x10001u; } // two halves
 template<class T> FN float half_range(T x) { return min(max(float(x), -65504.f), 65504.f); }
 FN float half_range(half x) { return float(x); }
-template<int DIM, int N, int SIDE> FN int delta_cell(int i, int channel) { // where the correction of token i of a tile lies
-  if (SIDE) return 2 * (channel % N * 64 + (i >> 3) * 32 + channel / N * 4 + ((i & 7) >> 1)) + (i & 1);
-  const int upper = channel >= DIM / 2, at = channel - upper * (DIM / 2);
-  return 2 * (at % N * 64 + (i >> 3) * 32 + (i & 7) * 4 + at / N) + upper;
-}
-// lists of M entries a token (an even number), over the channels of all heads: a lane holds a share of a tile's entries, two in a word
-template<int DIM, int N, int SIDE, int M> struct TokenLists {
-  enum { SHARE = (8 * M + 31) / 32 };
-  uint at[SHARE], by[SHARE];
-  template<class I, class R> FN void load(I indices, R rest, int row, uint lane) {
-    UNROLL for (int k = 0; k < SHARE; ++k) {
-      const uint e = (uint)row * M + 2 * (lane + 32 * k);
-      const bool mine = 8 * M % 32 == 0 || lane + 32 * k < 8 * M;
-      at[k] = mine ? load_half2(indices, e) : 0u; by[k] = mine ? load_half2(rest, e) : 0u;
-    }
+// corrections of a tile: the four words that a lane gives to a matrix product lie side by side, those of all lanes in a chunk
+enum { KEY_PAIRS, VALUE_PAIRS, KEY_COUPLES };
+template<int DIM, int N, int LAYOUT> struct Cells { // where the correction of a token and a channel lies
+  enum { CHUNK = 256, TWO = (DIM & (DIM - 1)) == 0 && (N == 8 || N == 16) };
+  static FN uint of_token(int i) {
+    return LAYOUT == VALUE_PAIRS ? (i >> 3) * 4 + ((i & 7) >> 1) * 8 + (i & 1) : (i >> 3) * 2 + (i & 7) * 32; }
+  static FN uint of_channel(uint channel) {
+    const uint upper = LAYOUT == VALUE_PAIRS ? 0u : channel / (DIM / 2), at = channel - upper * (DIM / 2), j = at % N;
+    return (j >> 1) * CHUNK + at / N * (LAYOUT == VALUE_PAIRS ? 32 : 8) + (LAYOUT == VALUE_PAIRS ? (j & 1) * 2 : LAYOUT == KEY_PAIRS ? (j & 1) * 4 + upper : upper * 4 + (j & 1));
   }
-  template<class S> FN void write(int head, uint lane, S delta, bool on) {
-    UNROLL for (int k = 0; k < SHARE; ++k) {
-      if (8 * M % 32 != 0 && lane + 32 * k >= 8 * M) continue;
-      UNROLL for (int e = 0; e < 2; ++e) {
-        const int channel = (int)(e ? at[k] >> 16 : at[k] & 0xffffu) - head * DIM;
-        if (channel >= 0 && channel < DIM) delta[delta_cell<DIM, N, SIDE>((2 * (lane + 32 * k) + e) / M, channel)] = on ? half(e ? high2(by[k]) : low2(by[k])) : half(0.f);
-      }
-    }
+  static FN uint of_two(uint x) { // twice the same for two channels, in the low and the high half
+    const uint K = 0x10001u, chunk = (x & (N - 2) * K) << 8;
+    if (LAYOUT == VALUE_PAIRS) return N == 16 ? and_or(x << 2, 0x1c4 * K, chunk) : and_or(x << 3, 0x1c0 * K, and_or(x << 2, 4 * K, chunk));
+    const uint column = and_or(N == 16 ? x : x << 1, 3 * 16 * K, chunk);
+    return LAYOUT == KEY_PAIRS ? and_or(x << 3, 8 * K, and_or(x / (2 * N), 2 * K, column)) : and_or(x << 1, 2 * K, and_or(x / (N / 2), 8 * K, column));
   }
 };
-// lists of M entries for a block of tokens, with the first entry of every token
-template<int DIM, int N, int SIDE, int M, int BLOCK, class C, class R, class P, class S> FN void scatter_block(C channels, R rest, P pointers, int row, uint lane, S delta, bool on) {
-  const int block = row / BLOCK, i = lane >> 1; const uint at = (uint)(block * (BLOCK + 1) + row % BLOCK + i);
-  for (int e = pointers[at] + (lane & 1); e < (int)pointers[at + 1]; e += 2)
-    delta[delta_cell<DIM, N, SIDE>(i, channels[(uint)(block * M + e)])] = on ? rest[(uint)(block * M + e)] : half(0.f);
-}
+// lists of M entries a token (an even number), over the channels of all heads: a lane holds a share of a tile's entries, two in a word
+template<int DIM, int N, int LAYOUT, int M> struct TokenLists {
+  typedef Cells<DIM, N, LAYOUT> Cell;
+  enum { SHARE = (8 * M + 31) / 32 };
+  uint at[SHARE], by[SHARE], token[SHARE], first, none; // none: a cell of this lane that nobody reads
+  template<class S> FN void begin(int head, uint lane, S delta) {
+    first = head * DIM * 0x10001u; none = poke_base(delta, DELTAS + lane);
+    UNROLL for (int k = 0; k < SHARE; ++k) token[k] = poke_base(delta, Cell::of_token((lane + 32 * k) / (M / 2)));
+  }
+  static FN bool mine(int k, uint lane) { return 8 * M % 32 == 0 || lane + 32 * k < 8 * M; }
+  template<class I, class R> FN void load(I indices, R rest, int row, uint lane) {
+    auto i = indices + (uint)(row * M + 2 * lane); auto r = rest + (uint)(row * M + 2 * lane);
+    UNROLL for (int k = 0; k < SHARE; ++k) { at[k] = mine(k, lane) ? load_half2(i, 64 * k) : 0xffffffffu; by[k] = mine(k, lane) ? load_half2(r, 64 * k) : 0u; }
+  }
+  template<class S> FN void write(S delta) { // leaves in at and by where it wrote
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      uint low, high;
+      if (Cell::TWO) {
+        const uint x = at[k] ^ first, cells = Cell::of_two(x); // channels of this head are below DIM
+        low = x & (0xffffu & ~(DIM - 1)) ? none : token[k] + (cells & 0xffffu);
+        high = x < DIM << 16 ? token[k] + (cells >> 16) : none;
+      } else {
+        const uint a = (at[k] & 0xffffu) - (first & 0xffffu), b = (at[k] >> 16) - (first & 0xffffu);
+        low = a < DIM ? token[k] + 2 * Cell::of_channel(a) : none;
+        high = b < DIM ? token[k] + 2 * Cell::of_channel(b) : none;
+      }
+      poke(delta, low, by[k]); poke(delta, high, by[k] >> 16);
+      at[k] = low; by[k] = high;
+    }
+  }
+  template<class S> FN void clear(S delta) { UNROLL for (int k = 0; k < SHARE; ++k) { poke(delta, at[k], 0u); poke(delta, by[k], 0u); } }
+};
+// lists of M entries for a block of tokens, with the first entry of every token: a lane holds a share of a tile's entries, read ahead from where the tile before ends
+template<int DIM, int N, int LAYOUT, int M, int BLOCK> struct BlockLists {
+  typedef Cells<DIM, N, LAYOUT> Cell;
+  enum { SHARE = 2 };
+  int pointer, start, list; uint channel[SHARE], by[SHARE], at[SHARE], none; // lane i < 17 has the first entry of token i
+  template<class S> FN void begin(int head, uint lane, S delta) { pointer = start = list = 0; none = poke_base(delta, DELTAS + lane); }
+  template<class C, class R, class P> FN void load(C channels, R rest, P pointers, int row, uint lane) {
+    const int block = row / BLOCK, first = row % BLOCK;
+    start = first ? simd_shuffle(pointer, 16) : 0; list = block * M;
+    pointer = pointers[(uint)(block * (BLOCK + 1) + first) + min(lane, 16u)];
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      const int e = min(start + (int)lane + 32 * k, M - 1);
+      channel[k] = channels[(uint)(list + e)]; by[k] = bits(rest[(uint)(list + e)]);
+    }
+  }
+  FN int token(int e) { // the last one whose entries begin at e or before
+    int i = 0;
+    UNROLL for (int step = 8; step; step >>= 1) { const int first = simd_shuffle(pointer, i + step); i += first <= e ? step : 0; }
+    return i;
+  }
+  template<class C, class R, class S> FN void write(C channels, R rest, uint lane, S delta) {
+    const int end = simd_shuffle(pointer, 16);
+    UNROLL for (int k = 0; k < SHARE; ++k) {
+      const int e = start + (int)lane + 32 * k, i = token(e);
+      at[k] = e < end ? poke_base(delta, Cell::of_token(i)) + 2 * Cell::of_channel(channel[k]) : none;
+      poke(delta, at[k], by[k]);
+    }
+    for (int a = start + 32 * SHARE; a < end; a += 32) rarely(channels, rest, a + (int)lane, end, delta, true);
+  }
+  template<class C, class R, class S> FN void clear(C channels, R rest, uint lane, S delta) {
+    const int end = simd_shuffle(pointer, 16);
+    UNROLL for (int k = 0; k < SHARE; ++k) poke(delta, at[k], 0u);
+    for (int a = start + 32 * SHARE; a < end; a += 32) rarely(channels, rest, a + (int)lane, end, delta, false);
+  }
+  template<class C, class R, class S> FN void rarely(C channels, R rest, int e, int end, S delta, bool on) { // more entries than lanes hold
+    const int i = token(e);
+    if (e < end) delta[Cell::of_token(i) + Cell::of_channel(channels[(uint)(list + e)])] = on ? rest[(uint)(list + e)] : half(0.f);
+  }
+};
 """
 
 # %% ../../nbs/kernels/attention.ipynb #809ad322
@@ -117,8 +189,10 @@ def segments(keys:Side, values:Side, lo:int, # first position to read
 
 # %% ../../nbs/kernels/attention.ipynb #e2053bed
 START = r"""
-const uint lane = thread_index_in_simdgroup;
-const int warp = simdgroup_index_in_threadgroup, g = frag_row(lane), t = frag_col(lane), cell = g * 4 + t;
+uint lane = thread_index_in_simdgroup;
+const int warp = simdgroup_index_in_threadgroup;
+int g = frag_row(lane), t = frag_col(lane), cell = g * 4 + t;
+hold(lane); hold(g); hold(t); hold(cell); // made once, not anew for every tile
 const int split = threadgroup_position_in_grid.x, bh = threadgroup_position_in_grid.y, row0 = threadgroup_position_in_grid.z * 8;
 const int n_split = params[0], rows = params[1], n_query = params[2], n_token = params[3], n_unit = params[4], n_head = params[5], n_sink = params[6];
 const float qscale = scalars[0];
@@ -127,26 +201,24 @@ const int KA = t * KN, KB = KD / 2 + t * KN, VC = g * VN;
 threadgroup uint s_key_table[KEY_TABLE];
 threadgroup uint s_value_table[VALUE_TABLE];
 KeyCodec key; ValueCodec value;
-KEY_LISTS VALUE_LISTS
 key.begin(K_ARRAYS s_key_table, KA, warp * 32 + (int)lane);
 value.begin(V_ARRAYS s_value_table, VC, warp * 32 + (int)lane);
 #if KEY_SPARSE || VALUE_SPARSE
-threadgroup half s_delta[N_WARPS][128 * PAIRS];
-for (int i = lane; i < 128 * PAIRS; i += 32) s_delta[warp][i] = half(0.f);
+threadgroup half s_delta[N_WARPS][DELTAS + 32];
+for (int i = lane; i < DELTAS + 32; i += 32) s_delta[warp][i] = half(0.f);
+KEY_LISTS VALUE_LISTS
 #endif
 #if ROPE
-uint q[2 * KS], turns[KN];
-threadgroup uint s_query[32 * KN];
-threadgroup uint s_turn[128 * KN];
-for (int i = warp * 32 + lane; i < 32 * KN; i += N_WARPS * 32) {
-  const int n = row0 + ((i >> 2) & 7), d = (i & 3) * KN + (i >> 5);
-  const size_t at = ((size_t)bh * rows + n) * KD + d;
-  s_query[i] = n < rows ? pack2(float(queries[at]) * qscale, float(queries[at + KD / 2]) * qscale) : 0u;
+uint q[2 * KS];
+threadgroup uint s_query[64 * KS];
+threadgroup uint s_turn[UNIT / 16 * TURNS];
+for (int i = warp * 32 + lane; i < 64 * KS; i += N_WARPS * 32) { // neighbouring channels of a row, from both halves in turn
+  const int n = row0 + ((i >> 3) & 7), j = (i >> 6) * 2; const size_t at = ((size_t)bh * rows + n) * KD + (i & 1) * (KD / 2) + ((i >> 1) & 3) * KN + j;
+  s_query[i] = n < rows ? pack2(float(queries[at]) * qscale, j + 1 < KN ? float(queries[at + 1]) * qscale : 0.f) : 0u;
 }
-for (int i = warp * 32 + lane; i < 64 * KN; i += N_WARPS * 32) { // cosine twice, minus and plus sine, of a token of a tile and a pair of channels
-  const int at = (((i >> 5) & 1) * 8 + ((i & 31) >> 2)) * KD + (i & 3) * KN + (i >> 6);
-  const float cosine = k_fine_h[at], sine = k_fine_h[at + KD / 2];
-  s_turn[2 * i] = pack2(cosine, cosine); s_turn[2 * i + 1] = pack2(-sine, sine);
+for (int i = warp * 32 + lane; i < UNIT / 16 * TURNS; i += N_WARPS * 32) { // cosines and sines of a token of a unit and two channels, in chunks of (cosines, sines, cosines, sines)
+  const int token = i / (TURNS / 2) * 8 + ((i >> 4) & 7), j = i % (TURNS / 2) / 128 * 4 + (i & 2), at = token * KD + (i & 1) * (KD / 2) + ((i >> 2) & 3) * KN + j;
+  s_turn[i] = pack2(j < KN ? k_fine_h[at] : 0.f, j + 1 < KN ? k_fine_h[at + 1] : 0.f);
 }
 #else
 threadgroup uint s_query[64 * KS];
@@ -154,20 +226,37 @@ for (int i = warp; i < 2 * KS; i += N_WARPS) {
   float x[2];
   UNROLL for (int e = 0; e < 2; ++e) {
     const int k = b_k(lane, e), n = row0 + b_n(lane, e);
-    x[e] = i < KN && n < rows ? float(queries[((size_t)bh * rows + n) * KD + (k >> 1) * KN + i + (k & 1) * (KD / 2)]) * qscale : 0.f;
+#if COUPLES
+    const int j = (i & ~1) + (k & 1), upper = i & 1;
+#else
+    const int j = i, upper = k & 1;
+#endif
+    x[e] = j < KN && n < rows ? float(queries[((size_t)bh * rows + n) * KD + (k >> 1) * KN + j + upper * (KD / 2)]) * qscale / float(1 << KEY_UP(j)) : 0.f;
   }
   s_query[((i >> 1) * 32 + lane) * 2 + (i & 1)] = pack2(x[0], x[1]);
 }
 #endif
+threadgroup int s_last[8]; // the last position that a row sees
+if (warp == 0 && lane < 8) s_last[lane] = n_token - n_query + (row0 + (int)lane) % n_query;
 threadgroup_barrier(mem_flags::mem_threadgroup);
-float o[VS][4], top[2] = {-2e38f, -2e38f}, under[2] = {-2e38f, -2e38f}, sum[2] = {0.f, 0.f}; int last[2];
+float o[VS][4], under[2] = {-2e38f, -2e38f}, sum[4] = {0.f, 0.f, 0.f, 0.f}; // a weight is 2^(score - under)
 UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int e = 0; e < 4; ++e) o[j][e] = 0.f; }
-UNROLL for (int e = 0; e < 2; ++e) last[e] = n_token - n_query + (row0 + 2 * t + e) % n_query;
 #if KEY_RANK
-uint u0 = 0u, u1 = 0u;
+uint u0 = 0u, u1 = 0u, key_a[4];
 #endif
 #if VALUE_RANK
-float part[4] = {0.f, 0.f, 0.f, 0.f};
+uint value_a[4]; float part[4] = {0.f, 0.f, 0.f, 0.f};
+#endif
+#if KEY_APART
+float q_lo = 0.f, q_hi = 0.f; // a lane's sums of queries, for the zeros
+UNROLL for (int i = 0; i < KN; ++i) { const uint x = s_query[((i >> 1) * 32 + lane) * 2 + (i & 1)]; q_lo += low2(x) * float(1 << KEY_UP(i)); q_hi += high2(x) * float(1 << KEY_UP(i)); }
+const uint q_sum = pack2(q_lo, q_hi), q_rest = pack2(q_lo - low2(q_sum), q_hi - high2(q_sum)); // what rounding left
+#endif
+#if VALUE_APART
+float base[4] = {0.f, 0.f, 0.f, 0.f}; // the weighted sum of zeros
+bool raised = true; // o is a sum of parts, not of numbers
+#define RAISE(on) UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int i = 0; i < 4; ++i) { \
+  const float by = float(1 << VALUE_DOWN) / float(1 << VALUE_UP(min(2 * j + (i >> 1), VN - 1))); o[j][i] *= (on) ? 1.f / by : by; } }
 #endif
 const int u_end = (int)((long)n_unit * (split + 1) / n_split);
 int u = (int)((long)n_unit * split / n_split) + warp, sub = 0;
@@ -182,7 +271,7 @@ if (u < u_end) {
 #define QUERY(s) load2(s_query, ((s) * 32 + lane) * 2)
 #endif
 #if HAS_PREFETCH
-const char* ahead = (const char*)params; int ahead_step = 0; // this lane's line of a tile, and bytes of a row
+const char* ahead = (const char*)params; int ahead_step = 0; // this lane's line of a tile, and bytes of a row; none: asking for one line from everywhere would jam it
 AHEAD
 #endif
 while (u < u_end) {
@@ -196,18 +285,28 @@ while (u < u_end) {
 SCORES = r"""
   if (now.key == 0 && (sub == 0 || k_row % KEY_UNIT == 0)) key.unit(K_ARRAYS k_row, KA);
   if (now.value == 0 && (sub == 0 || v_row % VALUE_UNIT == 0)) value.unit(V_ARRAYS v_row, VC);
+  float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+  if (now.key == 0) key.unpack();
+  if (now.value == 0) VALUE_LOAD(v_row);
+#if KEY_SPARSE
+  if (now.key == 0) { KEY_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup); }
+#endif
 #if ROPE
-  UNROLL for (int i = 0; i < KN; ++i) {
-    uint r[2];
-    UNROLL for (int e = 0; e < 2; ++e) {
-      if (B_PAIRED && e) { r[1] = r[0]; continue; }
-      const uint x = s_query[i * 32 + b_n(lane, e) * 4 + (b_k(lane, e) >> 1)];
-      const uint turn = now.key == 0 ? turns[i] : 0x00003c00u; // cosine and sine; exact rows have been turned already
-      r[e] = fma2(x, low_halves(turn, turn), mul2(high_halves(x, x << 16), high_halves(turn, turn ^ 0x80000000u)));
+  if (sub == 0) { // the query, turned back by the unit's angle; exact rows have been turned already
+    uint turns[2 * KS];
+    if (now.key == 0) load_turns(k_coarse_h + (uint)((k_row / UNIT * 4 + (b_k(lane, 0) >> 1)) * 2 * KS), turns);
+    else { UNROLL for (int i = 0; i < KS; ++i) { turns[i] = 0x3c003c00u; turns[KS + i] = 0u; } }
+    UNROLL for (int i = 0; i < KS; ++i) {
+      const uint cosine = turns[i], sine = turns[KS + i];
+      uint r[2][2];
+      UNROLL for (int e = 0; e < 2; ++e) {
+        if (B_PAIRED && e) { r[0][1] = r[0][0]; r[1][1] = r[1][0]; continue; }
+        const uint2 both = load2(s_query, (i * 32 + b_n(lane, e) * 4 + (b_k(lane, e) >> 1)) * 2); const uint x = both.x, y = both.y;
+        r[0][e] = fma2(x, cosine, mul2(y, sine)); r[1][e] = fma2(y, cosine, mul2(neg2(x), sine));
+      }
+      UNROLL for (int k = 0; k < 2; ++k) q[2 * i + k] = B_PAIRED ? r[k][0] : b_k(lane, 0) & 1 ? high_halves(r[k][0], r[k][1]) : low_halves(r[k][0], r[k][1]);
     }
-    q[i] = B_PAIRED ? r[0] : b_k(lane, 0) & 1 ? high_halves(r[0], r[1]) : low_halves(r[0], r[1]);
   }
-  if (KN & 1) q[2 * KS - 1] = 0u;
 #endif
 #if KEY_RANK
   if (now.key == 0 && sub == 0) {
@@ -224,27 +323,48 @@ SCORES = r"""
     u0 = b_from_c(pack2(x[0], x[1])); u1 = b_from_c(pack2(x[2], x[3]));
   }
 #endif
-  float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
-  if (now.key == 0) key.unpack();
-  if (now.value == 0) VALUE_LOAD(v_row);
   if (now.key == 0) {
-#if KEY_SPARSE
-    KEY_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup);
-#endif
     UNROLL for (int s = 0; s < KS; ++s) {
       const uint2 b = QUERY(s);
-      mma(s & 1 ? d : c, KEY_PAIR(0, 2 * s), KEY_PAIR(1, 2 * s), 2 * s + 1 < KN ? KEY_PAIR(0, 2 * s + 1) : 0u, 2 * s + 1 < KN ? KEY_PAIR(1, 2 * s + 1) : 0u, b.x, b.y);
+#if COUPLES
+      uint x[4] = {KEY_COUPLE(0, s), KEY_COUPLE(2, s), KEY_COUPLE(1, s), KEY_COUPLE(3, s)};
+#else
+      const uint x[4] = {KEY_PAIR(0, 2 * s), KEY_PAIR(1, 2 * s), 2 * s + 1 < KN ? KEY_PAIR(0, 2 * s + 1) : 0u, 2 * s + 1 < KN ? KEY_PAIR(1, 2 * s + 1) : 0u};
+#endif
+#if KEY_SPARSE
+      const uint4 y = load_half8(s_delta[warp], (s * 32 + cell) * 8);
+#endif
+#if ROPE // a key turned by its token's angle within the unit: x cos meets q, and x sin meets q a quarter turn further
+#if KEY_SPARSE
+      x[0] = add2(x[0], y.x); x[1] = add2(x[1], y.y); x[2] = add2(x[2], y.z); x[3] = add2(x[3], y.w);
+#endif
+      uint turned[4];
+      UNROLL for (int i = 0; i < 2; ++i) {
+        const uint4 turn = load4(s_turn, ((sub * 2 + i) * (TURNS / 2) + (s >> 1) * 128 + cell * 4));
+        const uint cosine = s & 1 ? turn.z : turn.x, sine = s & 1 ? turn.w : turn.y;
+        turned[i] = mul2(x[i], sine); turned[2 + i] = mul2(neg2(x[2 + i]), sine); x[i] = mul2(x[i], cosine); x[2 + i] = mul2(x[2 + i], cosine);
+      }
+      mma(c, x[0], x[1], x[2], x[3], b.x, b.y);
+      mma(d, turned[0], turned[1], turned[2], turned[3], b.y, b.x);
+#else
+      mma(s & 1 ? d : c, x[0], x[1], x[2], x[3], b.x, b.y);
+#if KEY_SPARSE
+      mma(s & 1 ? c : d, y.x, y.y, y.z, y.w, b.x, b.y);
+#endif
+#endif
     }
 #if KEY_SPARSE
     simdgroup_barrier(mem_flags::mem_threadgroup); KEY_SCATTER(false); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 #if KEY_RANK
-    uint a[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      const int r = 2 * t + (i >> 1) * 8; const uint at = (uint)((k_row + g + (i & 1) * 8) * KEY_RANK + r);
-      a[i] = r + 1 < KEY_RANK ? low_halves(bits(k_A_h[at]), bits(k_A_h[at + 1])) : r < KEY_RANK ? bits(k_A_h[at]) : 0u;
-    }
-    mma(d, a[0], a[1], a[2], a[3], u0, u1);
+    mma(d, key_a[0], key_a[1], key_a[2], key_a[3], u0, u1);
+#endif
+#if KEY_APART
+    float z[4] = {0.f, 0.f, 0.f, 0.f};
+    mma(z, key.offset(0), key.offset(1), key.offset(0), key.offset(1), q_sum, q_rest);
+    UNROLL for (int i = 0; i < 4; ++i) c[i] = fma(c[i] + d[i], float(1 << KEY_DOWN), z[i]);
+#else
+    UNROLL for (int i = 0; i < 4; ++i) c[i] += d[i];
 #endif
   }
 #if EXACT
@@ -254,21 +374,20 @@ SCORES = r"""
     UNROLL for (int s = 0; s < KS; ++s) {
       uint a[4];
       UNROLL for (int i = 0; i < 4; ++i) {
-        const int p = 2 * s + (i >> 1); const size_t r = i & 1 ? r1 : r0;
+        const size_t r = i & 1 ? r1 : r0;
+#if COUPLES
+        const size_t at = r + (i >> 1 ? KB : KA) + 2 * s;
+        a[i] = pack2(half_range(exact[at]), 2 * s + 1 < KN ? half_range(exact[at + 1]) : 0.f);
+#else
+        const int p = 2 * s + (i >> 1);
         a[i] = p < KN ? pack2(half_range(exact[r + KA + p]), half_range(exact[r + KB + p])) : 0u;
+#endif
       }
       const uint2 b = QUERY(s);
-      mma(c, a[0], a[1], a[2], a[3], b.x, b.y);
+      mma(c, a[0], a[1], a[2], a[3], mul2(b.x, power2(KEY_UP(2 * s))), mul2(b.y, power2(KEY_UP(2 * s + 1))));
     }
   }
 #endif
-  UNROLL for (int i = 0; i < 4; ++i) c[i] += d[i];
-  Segment next = now;
-  ++sub; next.base += 16;
-  if (sub == UNIT / 16 || next.base >= now.hi) {
-    next.base += N_WARPS * UNIT - 16 * sub; sub = 0; u += N_WARPS;
-    if (u >= now.end && u < u_end) next.find(params + SEGMENTS, u, UNIT);
-  }
 """
 
 # %% ../../nbs/kernels/attention.ipynb #2e6a5f77
@@ -280,7 +399,7 @@ SOFTMAX = r"""
 #endif
   if (!whole) { UNROLL for (int i = 0; i < 4; ++i) {
     const int pos = now.base + g + (i >> 1) * 8, n = row0 + 2 * t + (i & 1);
-    if (pos < now.lo || pos >= now.hi || pos > last[i & 1]) c[i] = -3e38f;
+    if (pos < now.lo || pos >= now.hi || pos > s_last[2 * t + (i & 1)]) c[i] = -3e38f;
 #if MASK
     else if (n < rows) c[i] += 1.44269504f * mask[(size_t)(bh / n_head) * params[8] + (size_t)((bh % n_head) * (rows / n_query) + n / n_query) * params[9] + (size_t)(n % n_query) * params[10] + pos - params[11]];
 #endif
@@ -288,46 +407,65 @@ SOFTMAX = r"""
     if (pos >= now.lo && pos < now.hi && n < rows) scores[((size_t)bh * rows + n) * params[12] + pos - params[11]] = c[i] > -2e38f ? c[i] * 0.69314718f : -3e38f;
 #endif
   } }
-  float hi0 = max(c[0], c[2]), hi1 = max(c[1], c[3]);
-  if (simd_any(hi0 > top[0] || hi1 > top[1])) {
-    hi0 = max(hi0, simd_shuffle_xor(hi0, ROW_XOR_0)); hi0 = max(hi0, simd_shuffle_xor(hi0, ROW_XOR_1)); hi0 = max(max(hi0, simd_shuffle_xor(hi0, ROW_XOR_2)), top[0]);
-    hi1 = max(hi1, simd_shuffle_xor(hi1, ROW_XOR_0)); hi1 = max(hi1, simd_shuffle_xor(hi1, ROW_XOR_1)); hi1 = max(max(hi1, simd_shuffle_xor(hi1, ROW_XOR_2)), top[1]);
-    const float f0 = fast_exp2(top[0] - hi0), f1 = fast_exp2(top[1] - hi1);
+  Segment next = now;
+  ++sub; next.base += 16;
+  if (sub == UNIT / 16 || next.base >= now.hi) {
+    next.base += N_WARPS * UNIT - 16 * sub; sub = 0; u += N_WARPS;
+    if (u >= now.end && u < u_end) next.find(params + SEGMENTS, u, UNIT);
+  }
+  if (u < u_end && next.key == 0) KEY_LOAD(next.base - next.key_origin);
+  float x[4];
+  UNROLL for (int i = 0; i < 4; ++i) x[i] = c[i] - under[i & 1];
+  if (simd_any(max(max(x[0], x[2]), max(x[1], x[3])) > LIMIT)) {
+    float hi0 = max(c[0], c[2]), hi1 = max(c[1], c[3]);
+    hi0 = max(hi0, simd_shuffle_xor(hi0, ROW_XOR_0)); hi0 = max(hi0, simd_shuffle_xor(hi0, ROW_XOR_1)); hi0 = max(max(hi0, simd_shuffle_xor(hi0, ROW_XOR_2)), under[0] + 8.f);
+    hi1 = max(hi1, simd_shuffle_xor(hi1, ROW_XOR_0)); hi1 = max(hi1, simd_shuffle_xor(hi1, ROW_XOR_1)); hi1 = max(max(hi1, simd_shuffle_xor(hi1, ROW_XOR_2)), under[1] + 8.f);
+    const float f0 = fast_exp2(under[0] + 8.f - hi0), f1 = fast_exp2(under[1] + 8.f - hi1);
 #if VALUE_RANK
     part[0] *= f0; part[1] *= f1; part[2] *= f0; part[3] *= f1;
 #endif
-    top[0] = hi0; top[1] = hi1; sum[0] *= f0; sum[1] *= f1; under[0] = hi0 - 8.f; under[1] = hi1 - 8.f;
+#if VALUE_APART
+    base[0] *= f0; base[1] *= f1;
+#endif
+    sum[0] *= f0; sum[1] *= f1; under[0] = hi0 - 8.f; under[1] = hi1 - 8.f;
+    UNROLL for (int i = 0; i < 4; ++i) x[i] = c[i] - under[i & 1];
     UNROLL for (int j = 0; j < VS; ++j) { o[j][0] *= f0; o[j][1] *= f1; o[j][2] *= f0; o[j][3] *= f1; }
   }
   float p[4];
-  UNROLL for (int i = 0; i < 4; ++i) p[i] = fast_exp2(c[i] - under[i & 1]);
-  sum[0] += p[0] + p[2]; sum[1] += p[1] + p[3];
+  UNROLL for (int i = 0; i < 4; ++i) p[i] = fast_exp2(x[i]);
   const uint b0 = b_from_c(pack2(p[0], p[1])), b1 = b_from_c(pack2(p[2], p[3]));
+  mma(sum, 0x3c003c00u, 0u, 0x3c003c00u, 0u, b0, b1); // of the rounded weights, which the values meet
 """
 
 # %% ../../nbs/kernels/attention.ipynb #7d826d5c
 VALUES = r"""
   if (now.value == 0) value.unpack();
-  if (u < u_end && next.key == 0) KEY_LOAD(next.base - next.key_origin);
+#if VALUE_APART && EXACT
+  if (raised != (now.value == 0)) { raised = !raised; RAISE(raised) }
+#endif
   if (now.value == 0) {
 #if VALUE_SPARSE
     VALUE_SCATTER(true); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
-    UNROLL for (int j = 0; j < VS; ++j)
+    UNROLL for (int j = 0; j < VS; ++j) {
       mma(o[j], VALUE_PAIR(0, 2 * j), 2 * j + 1 < VN ? VALUE_PAIR(0, 2 * j + 1) : 0u, VALUE_PAIR(1, 2 * j), 2 * j + 1 < VN ? VALUE_PAIR(1, 2 * j + 1) : 0u, b0, b1);
+#if VALUE_SPARSE
+      const uint4 y = load_half8(s_delta[warp], (j * 32 + cell) * 8);
+      mma(o[j], y.x, y.y, y.z, y.w, b0, b1);
+#endif
+    }
+#if VALUE_APART
+    mma(base, value.offset(0), 0u, value.offset(1), 0u, b0, b1);
+#endif
 #if VALUE_SPARSE
     simdgroup_barrier(mem_flags::mem_threadgroup); VALUE_SCATTER(false); simdgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 #if VALUE_RANK
-    uint a[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      const int r = g + (i & 1) * 8; const uint at = (uint)((v_row + 2 * t + (i >> 1) * 8) * VALUE_RANK + r);
-      a[i] = r < VALUE_RANK ? low_halves(bits(v_A_h[at]), bits(v_A_h[at + VALUE_RANK])) : 0u;
-    }
-    mma(part, a[0], a[1], a[2], a[3], b0, b1);
+    mma(part, value_a[0], value_a[1], value_a[2], value_a[3], b0, b1);
     if (sub == 0) { // the block ends: its right factor meets the weighted sum of its left one
       const uint w0 = b_from_c(pack2(part[0], part[1])), w1 = b_from_c(pack2(part[2], part[3]));
       UNROLL for (int j = 0; j < VS; ++j) {
+        uint a[4];
         UNROLL for (int i = 0; i < 4; ++i) {
           const int ch = 2 * j + (i & 1), r = 2 * t + (i >> 1) * 8; const uint at = (uint)((v_row / UNIT * VALUE_RANK + r) * VD + VC + ch);
           a[i] = ch >= VN || r >= VALUE_RANK ? 0u : r + 1 < VALUE_RANK ? low_halves(bits(v_Qt_h[at]), bits(v_Qt_h[at + VD])) : bits(v_Qt_h[at]);
@@ -359,17 +497,20 @@ VALUES = r"""
 
 # %% ../../nbs/kernels/attention.ipynb #1869fd07
 FINISH = r"""
+#if VALUE_APART
+if (raised) { RAISE(false) }
+UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int i = 0; i < 4; ++i) o[j][i] += base[i & 1]; }
+#endif
 threadgroup float s_top[N_WARPS][8];
 threadgroup float s_sum[N_WARPS][8];
 threadgroup float s_out[8][VD + 4];
-UNROLL for (int e = 0; e < 2; ++e) { sum[e] += simd_shuffle_xor(sum[e], ROW_XOR_0); sum[e] += simd_shuffle_xor(sum[e], ROW_XOR_1); sum[e] += simd_shuffle_xor(sum[e], ROW_XOR_2); }
-if (g == 0) { UNROLL for (int e = 0; e < 2; ++e) { s_top[warp][2 * t + e] = top[e]; s_sum[warp][2 * t + e] = sum[e]; } }
+if (g == 0) { UNROLL for (int e = 0; e < 2; ++e) { s_top[warp][2 * t + e] = under[e] + 8.f; s_sum[warp][2 * t + e] = sum[e]; } }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float factor[2];
 UNROLL for (int e = 0; e < 2; ++e) {
   float all = -2e38f;
   UNROLL for (int w = 0; w < N_WARPS; ++w) all = max(all, s_top[w][2 * t + e]);
-  factor[e] = fast_exp2(top[e] - all);
+  factor[e] = fast_exp2(under[e] + 8.f - all);
 }
 for (int w = 0; w < N_WARPS; ++w) {
   if (warp == w) { UNROLL for (int j = 0; j < VS; ++j) { UNROLL for (int i = 0; i < 4; ++i) {
@@ -379,9 +520,9 @@ for (int w = 0; w < N_WARPS; ++w) {
     } } } }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
-for (int i = warp * 32 + lane; i < 8 * VD; i += N_WARPS * 32) {
+for (int i = warp * 32 + lane; i < min(8, rows - row0) * VD; i += N_WARPS * 32) {
   const int r = i / VD;
-  if (row0 + r < rows) part_out[(((size_t)bh * rows + row0 + r) * n_split + split) * VD + i % VD] = s_out[r][i % VD];
+  part_out[(((size_t)bh * rows + row0 + r) * n_split + split) * VD + i % VD] = s_out[r][i % VD];
 }
 if (warp == 0 && lane < 8 && row0 + (int)lane < rows) {
   float all = -2e38f, l = 0.f;
@@ -394,18 +535,19 @@ if (warp == 0 && lane < 8 && row0 + (int)lane < rows) {
 
 # %% ../../nbs/kernels/attention.ipynb #1992a924
 MERGE = r"""
-enum { CHUNKS = (VD + 31) / 32, FIRST = 4 };
+enum { FIRST = 12 };
 const int row = threadgroup_position_in_grid.x, n_split = params[0], warp = simdgroup_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
+const int d = threadgroup_position_in_grid.y * 32 + lane;
 const size_t first = (size_t)row * n_split;
-threadgroup float s_out[8][VD];
-float x[FIRST][CHUNKS], w[FIRST];
+threadgroup float s_out[8][32];
+float x[FIRST], w[FIRST];
 UNROLL for (int k = 0; k < FIRST; ++k) { // all reads begin before the first result is needed
   const int s = warp + 8 * k;
   w[k] = s < n_split ? part_top[first + s] : -3e38f;
-  UNROLL for (int i = 0; i < CHUNKS; ++i) x[k][i] = s < n_split && (VD % 32 == 0 || i * 32 + (int)lane < VD) ? part_out[(first + s) * VD + i * 32 + lane] : 0.f;
+  x[k] = s < n_split && (VD % 32 == 0 || d < VD) ? part_out[(first + s) * VD + d] : 0.f;
 }
-float all = -2e38f, l = 0.f, y[CHUNKS];
+float all = -2e38f, l = 0.f, y = 0.f;
 for (int s = lane; s < n_split; s += 32) { // an online sum for each lane
   const float top = part_top[first + s], sum = part_sum[first + s], m = max(all, top);
   l = l * fast_exp2(all - m) + sum * fast_exp2(top - m);
@@ -421,20 +563,17 @@ l = simd_sum(l * fast_exp2(mine - all));
 #if SINKS
 l += fast_exp2(extra - all + 8.f);
 #endif
-UNROLL for (int i = 0; i < CHUNKS; ++i) y[i] = 0.f;
-UNROLL for (int k = 0; k < FIRST; ++k) { const float f = fast_exp2(w[k] - all); UNROLL for (int i = 0; i < CHUNKS; ++i) y[i] += f * x[k][i]; }
-for (int s = warp + 8 * FIRST; s < n_split; s += 8) {
-  const float f = fast_exp2(part_top[first + s] - all);
-  UNROLL for (int i = 0; i < CHUNKS; ++i) if (VD % 32 == 0 || i * 32 + (int)lane < VD) y[i] += f * part_out[(first + s) * VD + i * 32 + lane];
-}
-UNROLL for (int i = 0; i < CHUNKS; ++i) if (VD % 32 == 0 || i * 32 + (int)lane < VD) s_out[warp][i * 32 + lane] = y[i];
+UNROLL for (int k = 0; k < FIRST; ++k) y += fast_exp2(w[k] - all) * x[k];
+for (int s = warp + 8 * FIRST; s < n_split; s += 8)
+  if (VD % 32 == 0 || d < VD) y += fast_exp2(part_top[first + s] - all) * part_out[(first + s) * VD + d];
+s_out[warp][lane] = y;
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int d = thread_position_in_threadgroup.x; d < VD; d += 256) {
+if (warp == 0 && d < VD) {
   float z = 0.f;
-  UNROLL for (int k = 0; k < 8; ++k) z += s_out[k][d];
+  UNROLL for (int k = 0; k < 8; ++k) z += s_out[k][lane];
   out[(size_t)row * VD + d] = OUT(l > 0.f ? z / l : 0.f);
 }
-if (thread_position_in_threadgroup.x == 0) lse[row] = l > 0.f ? (all - 8.f + log2(l)) * 0.69314718f : -1e30f;
+if (d == 0 && warp == 0) lse[row] = l > 0.f ? (all - 8.f + log2(l)) * 0.69314718f : -1e30f;
 """
 
 # %% ../../nbs/kernels/attention.ipynb #3dcf1100
@@ -459,7 +598,7 @@ def _pointers(prefix, snippet, first)->str:
     lines = []
     for i,a in enumerate(snippet.arrays):
         head = {'head':'bh', 'batch':'(bh / n_head)', 'all':'0'}[a.per]
-        lines.append(f"auto {prefix}_{a.name}_h = {prefix}_{a.name} + (size_t){head} * params[{first+i}] * {a.width};")
+        lines.append(f"auto {prefix}_{a.name}_h = {prefix}_{a.name} + (size_t){head} * params[{first+i}] * {a.width};"+(f' hold({prefix}_{a.name}_h);' if a.by_token else ''))
     return ' '.join(lines)
 
 # %% ../../nbs/kernels/attention.ipynb #b4f7f269
@@ -468,24 +607,29 @@ def _arrays(prefix, snippet)->str: return ''.join(f'{prefix}_{a.name}_h, ' for a
 # %% ../../nbs/kernels/attention.ipynb #ab26abeb
 def unit_of(key:Snippet, value:Snippet)->int: # tokens
     "Tokens that a simdgroup works on at a time"
-    return max(key.unit, value.unit, key.block, value.block)
+    return max(key.unit, value.unit, key.block, value.block, 32*key.rope)
 
 # %% ../../nbs/kernels/attention.ipynb #8ad07156
 def _side_constants(side, snippet, dim, n, index)->dict:
     "Constants of one side: its own units, table, low-rank factors, sparse lists"
     p, name = side[0].lower(), side.lower()
-    pair = f'{name}.pair(w, j, s_{name}_table)'
-    if snippet.sparse: pair = f'add2({pair}, load_half2(s_delta[warp], 2 * ((j) * 64 + (w) * 32 + cell)))'
-    if snippet.rope: pair = f'turned({pair}, s_turn, 2 * ((j) * 64 + (w) * 32 + cell))'
-    row, m = f'{p}_row, lane, s_delta[warp], on', snippet.n_sparse
-    scatter = dict(token=f'{name}_lists.write(bh % n_head, lane, s_delta[warp], on)',
-        block=f'scatter_block<{dim}, {n}, {index}, {m}, {snippet.block}>({p}_channels_h, {p}_rest_h, {p}_pointers_h, {row})').get(snippet.sparse, '')
-    lists = f'{name}_lists.load({p}_indices_h, {p}_rest_h, row, lane);' if snippet.sparse=='token' else ''
-    turns = 'load_turns(k_coarse_h + (uint)((row) / 16 * (KD / 2) + (b_k(lane, 0) >> 1) * KN), turns);' if snippet.rope else ''
-    return {f'{side}_UNIT':snippet.unit, f'{side}_TABLE':max(1, snippet.table), f'{side}_RANK':snippet.rank, f'{side}_SPARSE':int(bool(snippet.sparse)),
-        f'{side}_PAIR(w, j)':pair, f'{side}_SCATTER(on)':scatter,
-        f'{side}_LISTS':f'TokenLists<{dim}, {n}, {index}, {m}> {name}_lists;' if snippet.sparse=='token' else '',
-        f'{side}_LOAD(row)':f"{{ {name}.load({side[0]}_ARRAYS (row) + {'2 * t, VC' if index else 'g, KA'}); {lists} {turns} }}"}
+    apart = snippet.apart and not (snippet.sparse or snippet.rank)
+    pair = f'{name}.part(w, j)' if apart else f'{name}.pair(w, j, s_{name}_table)'
+    halves = f'({name}.pair((i) / 2, 2 * (j), s_{name}_table), 2 * (j) + 1 < {n} ? {name}.pair((i) / 2, 2 * (j) + 1, s_{name}_table) : 0u)'
+    couple = f'{name}.couple(i, j, s_{name}_table)' if snippet.couples else f'((i) % 2 ? high_halves{halves} : low_halves{halves})'
+    layout = 'VALUE_PAIRS' if index else 'KEY_COUPLES' if snippet.couples or snippet.rope else 'KEY_PAIRS'
+    m = snippet.n_sparse
+    scatter = dict(token=f'if (on) {name}_lists.write(s_delta[warp]); else {name}_lists.clear(s_delta[warp])',
+        block=f'if (on) {name}_lists.write({p}_channels_h, {p}_rest_h, lane, s_delta[warp]); else {name}_lists.clear({p}_channels_h, {p}_rest_h, lane, s_delta[warp])').get(snippet.sparse, '')
+    kind = dict(token=f'TokenLists<{dim}, {n}, {layout}, {m}>', block=f'BlockLists<{dim}, {n}, {layout}, {m}, {snippet.block}>').get(snippet.sparse)
+    lists = dict(token=f'{name}_lists.load({p}_indices_h, {p}_rest_h, row, lane);', block=f'{name}_lists.load({p}_channels_h, {p}_rest_h, {p}_pointers_h, row, lane);').get(snippet.sparse, '')
+    factors = f'load_{name}_factors({p}_A_h + (uint)((row) * {snippet.rank}), g, t, {name}_a);' if snippet.rank else ''
+    codec = f'{name.capitalize()}Codec'
+    return {f'{side}_UNIT':snippet.unit, f'{side}_TABLE':snippet.table or 1, f'{side}_RANK':snippet.rank, f'{side}_SPARSE':int(bool(snippet.sparse)),
+        f'{side}_APART':int(apart), f'{side}_UP(i)':f'{codec}::up(i)' if apart else '0', f'{side}_DOWN':f'{codec}::DOWN' if apart else '0',
+        f'{side}_PAIR(w, j)':pair, f'{side}_COUPLE(i, j)':couple, f'{side}_SCATTER(on)':scatter,
+        f'{side}_LISTS':f'{kind} {name}_lists; {name}_lists.begin(bh % n_head, lane, s_delta[warp]);' if kind else '',
+        f'{side}_LOAD(row)':f"{{ {name}.load({side[0]}_ARRAYS (row) + {'2 * t, VC' if index else 'g, KA'}); {lists} {factors} }}"}
 
 # %% ../../nbs/kernels/attention.ipynb #a3992d9e
 N_PROCESSORS = 132
@@ -500,7 +644,8 @@ def _ahead(key, value)->tuple: # statements, and the lanes that look after keys
     "Lines of 128 bytes of a tile's packed rows, one a lane"
     lines, lane, of_keys = [], 0, 0
     for p,snippet in (('k', key), ('v', value)):
-        for a in snippet.arrays[:snippet.n_own or None]:
+        for i,a in enumerate(snippet.arrays):
+            if snippet.n_own and i>=snippet.n_own and a.per!='head': continue # lists that all heads read: asking for them eight times costs more than it brings
             n = -(-16*a.width*a.itemsize//128)
             if a.per=='all' or not a.by_token or lane+n>32: continue
             lines.append(f'if (lane >= {lane} && lane < {lane+n}) {{ ahead = (const char*)({p}_{a.name}_h) + (lane - {lane}) * 128; ahead_step = {a.width*a.itemsize}; }}')
@@ -519,7 +664,7 @@ def attention_kernel(key:Snippet, value:Snippet, key_dim:int, # D
 )->Kernel:
     "The decode attention kernel for two snippets"
     kn, vn, n_key = key_dim//8, value_dim//8, len(key.arrays)
-    constants = dict(KD=key_dim, VD=value_dim, KN=kn, VN=vn, KS=-(-kn//2), VS=-(-vn//2), PAIRS=max(kn, vn), N_WARPS=n_warps, UNIT=unit_of(key, value), SEGMENTS=SEGMENTS,
+    constants = dict(KD=key_dim, VD=value_dim, KN=kn, VN=vn, KS=-(-kn//2), VS=-(-vn//2), DELTAS=256*-(-max(kn, vn)//2), TURNS=256*-(-kn//4), LIMIT='8.f' if value.rank else '15.f', COUPLES=int(key.couples or key.rope), N_WARPS=n_warps, UNIT=unit_of(key, value), SEGMENTS=SEGMENTS,
         EXACT=int(exact), MASK=int(mask), WITH_SCORES=int(scores), ROPE=int(key.rope), K_ARRAYS=_arrays('k', key), V_ARRAYS=_arrays('v', value),
         POINTERS=_pointers('k', key, CAPACITIES)+' '+_pointers('v', value, CAPACITIES+n_key))
     constants['AHEAD'], constants['AHEAD_KEYS'] = _ahead(key, value)
@@ -609,5 +754,5 @@ def decode_attention(queries:mx.array, # (B, H_q, L, D)
     out = attention_kernel(key, value, D, D_v, todo.exact, mask is not None, with_scores, n_warps)(*inputs, shapes=shapes, dtypes=[mx.float32]*len(shapes),
         grid=(n_split*32*n_warps, B*H, -(-(H_q//H*L)//8)), threadgroup=(32*n_warps, 1, 1))
     merged = merge_kernel(D_v, dtype, sinks is not None)(*out[:3], int_array(n_split, H_q, L), *([] if sinks is None else [sinks]),
-        shapes=[(B, H_q, L, D_v), (B, H_q, L, 1)], dtypes=[dtype, mx.float32], grid=(n*256, 1, 1), threadgroup=(256, 1, 1))
+        shapes=[(B, H_q, L, D_v), (B, H_q, L, 1)], dtypes=[dtype, mx.float32], grid=(n*256, -(-D_v//32), 1), threadgroup=(256, 1, 1))
     return (*merged, out[3]) if with_scores else tuple(merged)

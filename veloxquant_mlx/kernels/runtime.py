@@ -45,6 +45,8 @@ FN float low2(uint x) { return __half2float(__ushort_as_half((ushort)x)); }
 FN float high2(uint x) { return __half2float(__ushort_as_half((ushort)(x >> 16))); }
 FN uint bits(half x) { return __half_as_ushort(x); }
 FN uint bits(ushort x) { return x; }
+FN half as_half(uint x) { return __ushort_as_half((ushort)x); }
+FN uint neg2(uint x) { uint d; asm("neg.f16x2 %0, %1;" : "=r"(d) : "r"(x)); return d; }
 FN uint low_halves(uint a, uint b) { return __byte_perm(a, b, 0x5410); }
 FN uint high_halves(uint a, uint b) { return __byte_perm(a, b, 0x7632); }
 FN uint funnel(uint lo, uint hi, uint s) { return __funnelshift_r(lo, hi, s); }
@@ -52,6 +54,14 @@ FN uint and_or(uint x, uint mask, uint y) { uint d; asm("lop3.b32 %0, %1, %2, %3
 template<class P> FN uint2 load2(P p, size_t i) { return *(const uint2*)(p + i); }
 template<class P> FN uint4 load4(P p, size_t i) { return *(const uint4*)(p + i); }
 template<class P> FN uint load_half2(P p, size_t i) { return *(const uint*)(p + i); }
+template<class P> FN uint4 load_half8(P p, size_t i) { return *(const uint4*)(p + i); }
+template<class P> FN uint peek_base(P table, uint i) { uint at = (uint)__cvta_generic_to_shared(table + i); asm volatile("" : "+r"(at)); return at; }
+template<class P> FN uint peek(P table, uint at) { uint x; asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at)); return x; }
+template<class P> FN uint poke_base(P p, uint i) { uint at = (uint)__cvta_generic_to_shared(p + i); asm volatile("" : "+r"(at)); return at; }
+template<class P> FN void poke(P p, uint at, uint x) { asm volatile("st.shared.u16 [%0], %1;" :: "r"(at), "h"((ushort)x) : "memory"); }
+template<class T> FN void hold(T*& p) { asm("" : "+l"(p)); __builtin_assume(__isGlobal(p)); }
+FN void hold(int& x) { asm volatile("" : "+r"(x)); }
+FN void hold(uint& x) { asm volatile("" : "+r"(x)); }
 FN int frag_row(uint lane) { return lane >> 2; }
 FN int frag_col(uint lane) { return lane & 3; }
 FN int b_k(uint lane, int e) { return 2 * (lane & 3) + e; }
@@ -63,6 +73,7 @@ FN int b_n(uint lane, int e) { return lane >> 2; }
 #define COL_XOR_1 2
 #define B_PAIRED 1
 #define HAS_PREFETCH 1
+#define TABLE_COPIES 32
 FN void prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 FN uint b_from_c(uint x) { uint y; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 FN void mma(float (&c)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
@@ -88,6 +99,8 @@ FN float low2(uint x) { return float(as_type<half2>(x).x); }
 FN float high2(uint x) { return float(as_type<half2>(x).y); }
 FN uint bits(half x) { return as_type<ushort>(x); }
 FN uint bits(ushort x) { return x; }
+FN half as_half(uint x) { return as_type<half>(ushort(x)); }
+FN uint neg2(uint x) { return x ^ 0x80008000u; }
 FN uint low_halves(uint a, uint b) { return (a & 0xffffu) | (b << 16); }
 FN uint high_halves(uint a, uint b) { return (a >> 16) | (b & 0xffff0000u); }
 FN uint and_or(uint x, uint mask, uint y) { return (x & mask) | y; }
@@ -95,6 +108,12 @@ FN uint funnel(uint lo, uint hi, uint s) { return uint(((ulong(hi) << 32) | ulon
 template<class P> FN uint2 load2(P p, size_t i) { return uint2(p[i], p[i + 1]); }
 template<class P> FN uint4 load4(P p, size_t i) { return uint4(p[i], p[i + 1], p[i + 2], p[i + 3]); }
 template<class P> FN uint load_half2(P p, size_t i) { return bits(p[i]) | (bits(p[i + 1]) << 16); }
+template<class P> FN uint4 load_half8(P p, size_t i) { return uint4(load_half2(p, i), load_half2(p, i + 2), load_half2(p, i + 4), load_half2(p, i + 6)); }
+template<class P> FN uint peek_base(P table, uint i) { return 4 * i; }
+template<class P> FN uint peek(P table, uint at) { return table[at >> 2]; }
+template<class P> FN uint poke_base(P p, uint i) { return 2 * i; }
+template<class P> FN void poke(P p, uint at, uint x) { p[at >> 1] = as_half(x); }
+#define hold(p)
 FN int frag_row(uint lane) { return ((lane >> 2) & 4) + ((lane >> 1) & 3); }
 FN int frag_col(uint lane) { return ((lane >> 2) & 2) + (lane & 1); }
 FN int b_k(uint lane, int e) { return frag_row(lane); }
@@ -106,6 +125,7 @@ FN int b_n(uint lane, int e) { return 2 * frag_col(lane) + e; }
 #define COL_XOR_1 8
 #define B_PAIRED 0
 #define HAS_PREFETCH 0
+#define TABLE_COPIES 1
 FN uint b_from_c(uint x) { return x; }
 FN void mma_block(thread float& c0, thread float& c1, uint a_lo, uint a_hi, uint b_lo, uint b_hi) {
   simdgroup_matrix<half, 8, 8> A, B; simdgroup_matrix<float, 8, 8> C;

@@ -35,17 +35,20 @@ class Snippet:
     unit:int=16 # tokens that share what `unit` loads, a multiple of 16
     n_own:int=0 # arrays that the struct's functions get, the first ones; 0: all
     block:int=0 # tokens of a block with low-rank factors or sparse lists of its own
-    table:int=0 # words of shared memory for levels
+    table:int|str=0 # words of shared memory for levels, a number or a constant expression
     rank:int=0 # of a low-rank correction in arrays A and Qt, at most 16
     sparse:str='' # 'token': lists `indices`, `rest` for each token over all heads; 'block': `channels`, `rest`, `pointers`
     n_sparse:int=0 # entries of a list
     rope:bool=False # keys are stored before RoPE; arrays `fine` and `coarse` hold the angles
     heavy:bool=False # needs many registers
+    couples:bool=False # keys: `couple` gives two neighbouring channels of a stream
+    apart:bool=False # `part` gives pairs without their zeros, from which `offset` is apart
 
 # %% ../../nbs/kernels/snippets.ipynb #bce7aff2
 PAIR_CODES = r"""
 template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
-  enum { WORDS = (DIM * BITS + 31) / 32, N_WORDS = (N * BITS + 31) / 32, ALIGNED = N * BITS % 32 == 0, N_RAW = ALIGNED ? N_WORDS : N_WORDS + 1 };
+  enum { WORDS = (DIM * BITS + 31) / 32, N_WORDS = (N * BITS + 31) / 32, ALIGNED = N * BITS % 32 == 0,
+    STEP = N * BITS & -(N * BITS), N_RAW = ALIGNED ? N_WORDS : ((STEP < 32 ? 32 - STEP : 0) + N * BITS + 31) / 32 }; // streams begin at multiples of N * BITS bits
   uint x[4][N_RAW]; uint shift[2];
   template<class P> FN void stream(P words, int first, thread uint (&y)[N_RAW]) {
     if (ALIGNED && N_WORDS % 4 == 0) { UNROLL for (int k = 0; k < N_WORDS; k += 4) { const uint4 w = load4(words, k); y[k] = w.x; y[k + 1] = w.y; y[k + 2] = w.z; y[k + 3] = w.w; } }
@@ -62,11 +65,11 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
   }
   FN void unpack() {
     UNROLL for (int w = 0; w < 4; w += 2) { UNROLL for (int k = 0; k < N_WORDS; ++k) {
-      const int k1 = ALIGNED ? k : k + 1;
-      const uint a = ALIGNED ? x[w][k] : funnel(x[w][k], x[w][k1], shift[0]), b = ALIGNED ? x[w + 1][k] : funnel(x[w + 1][k], x[w + 1][k1], shift[1]);
+      const uint a = aligned(w, k, shift[0]), b = aligned(w + 1, k, shift[1]);
       x[w][k] = low_halves(a, b); x[w + 1][k] = high_halves(a, b);
     } }
   }
+  FN uint aligned(int i, int k, uint by) { return ALIGNED ? x[i][k] : k + 1 < N_RAW ? funnel(x[i][k], x[i][k + 1 < N_RAW ? k + 1 : k], by) : x[i][k] >> by; }
   FN uint word(int w, int k) { return x[2 * w + (k & 1)][k >> 1]; }
   FN uint codes(int w, int j) { // two integers, in the low and the high half
     const int k = (j * BITS) >> 4, r = (j * BITS) & 15, have = 16 - r;
@@ -81,6 +84,15 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
     if (r + BITS > 16) return codes(w, j) << up | y;
     return and_or(r >= up ? x >> (r >= up ? r - up : 0) : x << (r >= up ? 0 : up - r), mask << up, y);
   }
+  static FN int up(int j) { // where `raised` has the codes
+    const int r = (j * BITS) & 15, at = r + BITS <= 10 ? r : r - 8;
+    return r + BITS > 16 || at < 0 ? 0 : at;
+  }
+  FN uint raised(int w, int j, uint base) { // two integers `up(j)` bits high in the mantissas of two half numbers
+    const int r = (j * BITS) & 15, at = r + BITS <= 10 ? r : r - 8;
+    if (r + BITS > 16 || at < 0) return codes(w, j) | base;
+    return and_or(word(w, (j * BITS) >> 4) >> (r - at), ((1u << BITS) - 1) * 0x10001u << at, base);
+  }
   FN uint halves(int w, int j) { // the same as two half numbers
     const int k = (j * BITS) >> 4, r = (j * BITS) & 15, shift = r + BITS <= 10 ? 0 : 8, at = r - shift; // at most two shifts a word
     const uint mask = ((1u << BITS) - 1) * 0x10001u;
@@ -94,18 +106,19 @@ template<int BITS, int DIM, int N, int SIDE> struct PairCodes {
 # %% ../../nbs/kernels/snippets.ipynb #f53f95f5
 PER_TOKEN = r"""
 template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
-  enum { GROUPS = (DIM + GROUP - 1) / GROUP, RUNS = GROUP % N == 0 ? 1 : N % GROUP == 0 ? N / GROUP : N, STEP = N / RUNS };
+  enum { GROUPS = (DIM + GROUP - 1) / GROUP, RUNS = GROUP % N == 0 ? 1 : N % GROUP == 0 ? N / GROUP : N, STEP = N / RUNS, DOWN = BITS < 2 ? 10 : 12 - BITS }; // k
   PairCodes<BITS, DIM, N, SIDE> c; uint s[4][RUNS], z[4][RUNS];
   template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int channel, int thread_index) {}
   template<class W, class S, class Z> FN void unit(W words, S scale, Z zero, int row, int channel) {}
   template<class W, class S, class Z> FN void load(W words, S scale, Z zero, int row, int channel) {
     c.load(words, row, channel);
     UNROLL for (int i = 0; i < RUNS; ++i) {
-      const uint a = (uint)(channel + i * STEP) / GROUP, b = SIDE ? a : DIM / 2 % GROUP == 0 ? a + DIM / 2 / GROUP : (uint)(channel + i * STEP + DIM / 2) / GROUP;
-      auto sa = scale + (uint)(row * GROUPS + a), sb = scale + (uint)(row * GROUPS + b), za = zero + (uint)(row * GROUPS + a), zb = zero + (uint)(row * GROUPS + b);
+      const uint a = row * GROUPS + (uint)(channel + i * STEP) / GROUP, b = row * GROUPS + (uint)(channel + i * STEP + DIM / 2) / GROUP;
+      const int there = SIDE ? GROUPS : DIM / 2 % GROUP == 0 ? DIM / 2 / GROUP : 0; // from one stream to the other
+      auto sa = scale + a, sb = (there ? sa : scale + b) + there, za = zero + a, zb = (there ? za : zero + b) + there;
       UNROLL for (int w = 0; w < 2; ++w) {
-        s[2 * w][i] = bits(sa[8 * w * GROUPS]); s[2 * w + 1][i] = bits(sb[(8 * w + SIDE) * GROUPS]);
-        z[2 * w][i] = bits(za[8 * w * GROUPS]); z[2 * w + 1][i] = bits(zb[(8 * w + SIDE) * GROUPS]);
+        s[2 * w][i] = bits(sa[8 * w * GROUPS]); s[2 * w + 1][i] = bits(sb[8 * w * GROUPS]);
+        z[2 * w][i] = bits(za[8 * w * GROUPS]); z[2 * w + 1][i] = bits(zb[8 * w * GROUPS]);
       }
     }
   }
@@ -114,6 +127,10 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
     UNROLL for (int i = 0; i < RUNS; ++i) { UNROLL for (int k = 0; k < 4; k += 2) { s[k][i] = low_halves(s[k][i], s[k + 1][i]); z[k][i] = low_halves(z[k][i], z[k + 1][i]); } }
   }
   template<class T> FN uint pair(int w, int j, T table) { return fma2(c.halves(w, j), s[2 * w][j / STEP], z[2 * w][j / STEP]); }
+  // sc times 2^(up - DOWN), if all channels of a lane have one scale
+  static FN int up(int j) { return PairCodes<BITS, DIM, N, SIDE>::up(j); }
+  FN uint part(int w, int j) { return fma2(c.raised(w, j, (25u - DOWN << 10) * 0x10001u), s[2 * w][0], mul2(s[2 * w][0], (25u - DOWN << 10 | 0x8000u) * 0x10001u)); }
+  FN uint offset(int w) { return z[2 * w][0]; }
 };
 """
 
@@ -129,7 +146,8 @@ def per_token(n_bits:int, # code width b
     dim:int # D
 )->Snippet:
     "Snippet of `ops.affine.quantize_per_token`"
-    return Snippet(affine_arrays(n_bits, dim, -(-dim//group_size)), (PAIR_CODES, PER_TOKEN), f'PerToken<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>')
+    return Snippet(affine_arrays(n_bits, dim, -(-dim//group_size)), (PAIR_CODES, PER_TOKEN), f'PerToken<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>',
+        apart=n_bits<=2 and group_size<=32 and group_size%(dim//8)==0)
 
 # %% ../../nbs/kernels/snippets.ipynb #8e1b4a86
 PER_CHANNEL = r"""
@@ -158,7 +176,7 @@ def per_channel(n_bits:int, # code width b
     dim:int # D
 )->Snippet:
     "Snippet of `ops.affine.quantize_per_channel`"
-    return Snippet(affine_arrays(n_bits, dim, dim, False), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16)
+    return Snippet(affine_arrays(n_bits, dim, dim, False), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16, heavy=True)
 
 # %% ../../nbs/kernels/snippets.ipynb #c1c78d88
 LEVELS = r"""

@@ -306,35 +306,63 @@ def formula_nbytes(self:KVQuantCache, T:int)->float:
 
 # %% ../../nbs/methods/kvquant.ipynb #8132e801
 NUQ = r"""
-template<int BITS, int DIM, int N, int SIDE> struct NUQKeys {
-  enum { LEVELS = BITS > 4 ? 1 << BITS : 1 << 2 * BITS }; // words of the table before the scales and zeros of channel pairs
-  PairCodes<BITS, DIM, N, SIDE> c; int column;
-  template<class W, class F, class L, class T> FN void begin(W words, F zero, F scale, L levels, T table, int channel, int thread_index) {
-    fill_levels<BITS>(levels, table, thread_index, 32 * N_WARPS);
-    column = channel / N;
-    for (int i = thread_index; i < DIM / 2; i += 32 * N_WARPS) {
-      const int at = LEVELS + 2 * (i % N * 4 + i / N);
-      table[at] = pack2(scale[i], scale[i + DIM / 2]); table[at + 1] = pack2(zero[i], zero[i + DIM / 2]);
+#define LEVEL_ENTRIES(b) (1 << ((b) > 4 ? (b) : 2 * (b))) // of a table for two codes at a time, or for one
+#define LEVEL_COPIES(b) (TABLE_COPIES * LEVEL_ENTRIES(b) < 2048 ? TABLE_COPIES : TABLE_COPIES < 8 ? TABLE_COPIES : 2048 / LEVEL_ENTRIES(b))
+template<int BITS, int DIM, int N, int SIDE> struct Looked {
+  enum { WIDTH = BITS > 4 ? BITS : 2 * BITS, ENTRIES = LEVEL_ENTRIES(BITS), COPIES = LEVEL_COPIES(BITS), BYTES = 4 * COPIES, LOG = COPIES == 32 ? 7 : COPIES == 16 ? 6 : COPIES == 8 ? 5 : 2 };
+  PairCodes<BITS, DIM, N, SIDE> c; uint first; // where the lane's copy begins
+  template<class L, class T> FN void begin(L levels, T table, int thread_index) {
+    first = peek_base(table, thread_index % COPIES);
+    for (int i = thread_index; i < ENTRIES * COPIES; i += 32 * N_WARPS) {
+      const int code = i / COPIES;
+      table[i] = BITS > 4 ? pack2(float(levels[code]), 0.f) : pack2(float(levels[code & ((1 << BITS) - 1)]), float(levels[code >> BITS]));
     }
   }
-  template<class W, class F, class L> FN void unit(W words, F zero, F scale, L levels, int row, int channel) {}
-  template<class W, class F, class L> FN void load(W words, F zero, F scale, L levels, int row, int channel) { c.load(words, row, channel); }
-  FN void unpack() { c.unpack(); }
+  FN void unpack() { UNROLL for (int w = 0; w < 4; ++w) { UNROLL for (int k = 0; k < c.N_WORDS; ++k) c.x[w][k] = c.aligned(w, k, c.shift[w & 1]); } }
+  template<class T> FN uint level(int w, int j, T table) { // of code j of a stream, or of codes j and j + 1
+    const int k = j * BITS >> 5, r = j * BITS & 31, k1 = k + 1 < c.N_WORDS ? k + 1 : k;
+    const bool cut = r + WIDTH > 32 && k1 > k;
+    const uint x = cut ? funnel(c.x[w][k], c.x[w][k1], r) : c.x[w][k]; const int at = cut ? 0 : r;
+    const uint code = x & (ENTRIES - 1) << at; // in place: one shift makes a distance of it
+    return peek(table, first + (at < LOG ? code * (BYTES >> at) : code >> (at - LOG)));
+  }
+  template<class T> FN uint couple(int stream, int j, T table) { return BITS > 4 ? low_halves(level(stream, 2 * j, table), level(stream, min(2 * j + 1, N - 1), table)) : level(stream, 2 * j, table); }
   template<class T> FN uint pair(int w, int j, T table) {
-    const uint2 both = load2(table, LEVELS + 2 * (j * 4 + column));
-    return fma2(level_pair<BITS>(c.codes_onto(w, j, 2, 0u), table), both.x, both.y);
+    if (BITS > 4) return low_halves(level(2 * w, j, table), level(2 * w + 1, j, table));
+    const uint a = level(2 * w, j & ~1, table), b = level(2 * w + 1, j & ~1, table);
+    return j & 1 ? high_halves(a, b) : low_halves(a, b);
+  }
+};
+template<int BITS, int DIM, int N, int SIDE> struct NUQKeys { // in couples
+  typedef Looked<BITS, DIM, N, SIDE> Levels;
+  enum { SCALES = Levels::ENTRIES * Levels::COPIES }; // where the scales and zeros begin, behind the levels
+  Levels levels; int column;
+  template<class W, class F, class L, class T> FN void begin(W words, F zero, F scale, L table_levels, T table, int channel, int thread_index) {
+    levels.begin(table_levels, table, thread_index);
+    column = channel / N;
+    for (int i = thread_index; i < 16 * ((N + 1) / 2); i += 32 * N_WARPS) { // of a couple and a column: scales and zeros in the first half of a row, scales and zeros in the second
+      const int j = (i >> 4) * 2, at = ((i >> 2) & 3) * N + j + ((i >> 1) & 1) * (DIM / 2); F from = i & 1 ? zero : scale;
+      table[SCALES + i] = pack2(from[at], j + 1 < N ? float(from[at + 1]) : 0.f);
+    }
+  }
+  template<class W, class F, class L> FN void unit(W words, F zero, F scale, L table_levels, int row, int channel) {}
+  template<class W, class F, class L> FN void load(W words, F zero, F scale, L table_levels, int row, int channel) { levels.c.load(words, row, channel); }
+  FN void unpack() { levels.unpack(); }
+  template<class T> FN uint couple(int stream, int j, T table) {
+    const uint4 both = load4(table, SCALES + (j * 4 + column) * 4);
+    return fma2(levels.couple(stream, j, table), stream & 1 ? both.z : both.x, stream & 1 ? both.w : both.y);
   }
 };
 template<int BITS, int DIM, int N, int SIDE> struct NUQValues {
-  PairCodes<BITS, DIM, N, SIDE> c; uint s[4], z[4];
-  template<class W, class F, class L, class T> FN void begin(W words, F scale, F zero, L levels, T table, int channel, int thread_index) { fill_levels<BITS>(levels, table, thread_index, 32 * N_WARPS); }
-  template<class W, class F, class L> FN void unit(W words, F scale, F zero, L levels, int row, int channel) {}
-  template<class W, class F, class L> FN void load(W words, F scale, F zero, L levels, int row, int channel) {
-    c.load(words, row, channel);
-    UNROLL for (int k = 0; k < 4; ++k) { const int r = (k >> 1) * 8 + (k & 1 ? SIDE : 0); s[k] = bits((scale + (uint)row)[r]); z[k] = bits((zero + (uint)row)[r]); }
+  Looked<BITS, DIM, N, SIDE> levels; uint s[2], z[2];
+  template<class W, class F, class L, class T> FN void begin(W words, F scale, F zero, L table_levels, T table, int channel, int thread_index) { levels.begin(table_levels, table, thread_index); }
+  template<class W, class F, class L> FN void unit(W words, F scale, F zero, L table_levels, int row, int channel) {}
+  template<class W, class F, class L> FN void load(W words, F scale, F zero, L table_levels, int row, int channel) {
+    levels.c.load(words, row, channel);
+    UNROLL for (int w = 0; w < 2; ++w) { s[w] = load_half2(scale + (uint)row, 8 * w); z[w] = load_half2(zero + (uint)row, 8 * w); }
   }
-  FN void unpack() { c.unpack(); UNROLL for (int k = 0; k < 4; k += 2) { s[k] = low_halves(s[k], s[k + 1]); z[k] = low_halves(z[k], z[k + 1]); } }
-  template<class T> FN uint pair(int w, int j, T table) { return fma2(level_pair<BITS>(c.codes_onto(w, j, 2, 0u), table), s[2 * w], z[2 * w]); }
+  FN void unpack() { levels.unpack(); }
+  template<class T> FN uint pair(int w, int j, T table) { return fma2(levels.pair(w, j, table), s[w], z[w]); }
 };
 """
 
@@ -350,20 +378,22 @@ def nuq_snippet(side:str, # 'Keys' or 'Values'
     scales = (Array('zero', dim, by_token=False), Array('scale', dim, by_token=False)) if side=='Keys' else (Array('scale', 1, 'batch'), Array('zero', 1, 'batch'))
     own = Array('codes', n_words(dim, n_bits), itemsize=4), *scales, Array('levels', 2**n_bits, 'batch', by_token=False)
     lists = (Array('indices', n_sparse, 'batch'), Array('rest', n_sparse, 'batch')) if n_sparse else ()
-    angles = (Array('fine', dim, 'all'), Array('coarse', dim//2, 'all')) if rope else ()
-    return Snippet((*own, *lists, *angles), (PAIR_CODES, LEVELS, NUQ), f'NUQ{side}<{n_bits}, {{dim}}, {{n}}, {{side}}>', n_own=len(own), table=table_words(n_bits)+(dim if side=='Keys' else 0),
-        sparse='token' if n_sparse else '', n_sparse=n_sparse, rope=rope)
+    angles = (Array('fine', dim, 'all'), Array('coarse', 8*-(-dim//16), 'all')) if rope else ()
+    return Snippet((*own, *lists, *angles), (PAIR_CODES, LEVELS, NUQ), f'NUQ{side}<{n_bits}, {{dim}}, {{n}}, {{side}}>', n_own=len(own),
+        table=f"(LEVEL_ENTRIES({n_bits}) * LEVEL_COPIES({n_bits}) + {16*-(-dim//16) if side=='Keys' else 0})",
+        sparse='token' if n_sparse else '', n_sparse=n_sparse, rope=rope, couples=side=='Keys')
 
 # %% ../../nbs/methods/kvquant.ipynb #ede45c45
 @functools.lru_cache(maxsize=8)
 def turn_tables(rope:RopeParams, start:int, # position of the first packed row
     origin:int, # position of the stream's first row, from which tiles are counted
     n:int # rows
-)->tuple: # fine (16, D) float32: cosines, sines; coarse (n/16, D/2) uint32: cosine and sine as halves
+)->tuple: # fine (32, D) float32: cosines, sines; coarse (n/32, about D/2) uint32: halves, of each lane column its cosines and its sines
     "Angles for the attention kernel"
-    fine = mx.concatenate(cos_sin(rope, origin, 16), axis=-1)
-    coarse = mx.stack(cos_sin(replace(rope, scale=16*rope.scale), (start-origin)//16, -(-n//16)), axis=-1).astype(mx.float16)
-    return fine, coarse.view(mx.uint32).squeeze(-1)
+    fine = mx.concatenate(cos_sin(rope, origin, 32), axis=-1)
+    coarse = mx.stack(cos_sin(replace(rope, scale=32*rope.scale), (start-origin)//32, -(-n//32)), axis=1).reshape(-1, 2, 4, rope.dims//8)
+    coarse = mx.pad(mx.swapaxes(coarse, 1, 2), [(0, 0)]*3+[(0, rope.dims//8%2)]).astype(mx.float16)
+    return fine, mx.contiguous(coarse.reshape(coarse.shape[0], -1)).view(mx.uint32)
 
 # %% ../../nbs/methods/kvquant.ipynb #c21153d0
 @patch

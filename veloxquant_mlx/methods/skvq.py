@@ -112,11 +112,13 @@ def dequantize_groups(codes:mx.array, # (B, n, C)
     return z+s*codes.astype(mx.float32)
 
 # %% ../../nbs/methods/skvq.ipynb #64702783
-def scale_factor(scale:np.ndarray # scales of calibration groups
+def scale_factor(scale:np.ndarray, zero:np.ndarray # of calibration groups
 )->float: # λ
-    "The power of two that brings the median scale near 1"
-    middle = np.median(scale)
-    return float(2.**np.clip(-np.rint(np.log2(middle)), -100, 100)) if middle>0 else 1.
+    "The power of two that brings the median scale near 1 and keeps every zero below 448, the largest number"
+    middle, most = np.median(scale), np.abs(zero).max()
+    m = -np.rint(np.log2(middle)) if middle>0 else 0
+    if most>0: m = min(m, np.floor(np.log2(448/most)))
+    return float(2.**np.clip(m, -100, 100))
 
 # %% ../../nbs/methods/skvq.ipynb #a4f3fa3d
 ALPHAS = tuple(round(1-.05*i, 2) for i in range(9)) # clip factors that are tried
@@ -200,7 +202,7 @@ def group_channels(self:ClipCodec, x:np.ndarray # (N, C)
     return cluster_ranges(np.stack([x.min(axis=0), x.max(axis=0)], axis=-1), max(1, C//g)) if self.reorder else np.arange(C)//g
 @patch
 def fit_factor(self:ClipCodec, x, groups, alpha)->float: # λ for x (1, N, C), groups (1, C), factors (1, G)
-    return scale_factor(np.array(clipped_params(*group_range(x, groups, alpha.shape[-1]), alpha, self.n_bits)[0]))
+    return scale_factor(*map(np.array, clipped_params(*group_range(x, groups, alpha.shape[-1]), alpha, self.n_bits)[:2]))
 
 # %% ../../nbs/methods/skvq.ipynb #81aafe77
 @patch

@@ -134,7 +134,7 @@ def watch(self:ZipCache, queries:mx.array, scale:float, mask, sinks):
     "Note probes, and rank the tokens of segments that are due"
     start, newest, seed = self.offset-self.n_exact, self.offset-n_recent(self.n_exact), self.config.seed
     self.log.add(queries, self._before, sorted({*random_probes(range(self._before, self.offset), seed), *range(max(newest, self._before), self.offset)}))
-    self.log.keep({*random_probes(self.log.at, seed), *range(max(newest, start), self.offset)})
+    self.log.keep({*(t for t in random_probes(self.log.at, seed) if t>=start), *range(max(newest, start), self.offset)})
     for n in self.parts():
         self.saliency[start] = self.rank(start, start+n, scale, sinks)
         start += n
