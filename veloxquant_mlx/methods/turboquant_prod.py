@@ -160,10 +160,9 @@ template<int BITS, int DIM, int N> struct TokenPair { // N codes of a token, and
     UNROLL for (int w = 0; w < 2; ++w) c.stream(words + (uint)((row + 8 * w) * WORDS + (a >> 5)), a >> 5, c.x[w]);
   }
   FN void unpack() {
-    enum { N_WORDS = (N * BITS + 31) / 32, ALIGNED = N * BITS % 32 == 0 };
+    enum { N_WORDS = (N * BITS + 31) / 32 };
     UNROLL for (int k = 0; k < N_WORDS; ++k) {
-      const int k1 = ALIGNED ? k : k + 1;
-      const uint a = ALIGNED ? c.x[0][k] : funnel(c.x[0][k], c.x[0][k1], c.shift[0]), b = ALIGNED ? c.x[1][k] : funnel(c.x[1][k], c.x[1][k1], c.shift[0]);
+      const uint a = c.aligned(0, k, c.shift[0]), b = c.aligned(1, k, c.shift[0]);
       c.x[0][k] = low_halves(a, b); c.x[1][k] = high_halves(a, b);
     }
   }
