@@ -19,4 +19,4 @@ def emulated(layout='cuda', # or 'metal': which lane holds what of a matrix
         out = run(kernel.header, kernel.body, dict(zip(kernel.inputs, map(to_numpy, inputs))),
             {k: (tuple(s), dtype_name(t)) for k,s,t in zip(kernel.outputs, output_shapes, output_dtypes)}, grid, threadgroup, layout, order, shuffles_order_memory=False)
         return [to_mlx(out[k], t) for k,t in zip(kernel.outputs, output_dtypes)]
-    return Backend(f'emulator ({layout})', launch)
+    return Backend(f'emulator ({layout})', launch, layout=='cuda')

@@ -65,7 +65,8 @@ static void* scheduler;
 static uint3 group;
 static uint group_id, phase, step[32]; // for the order of accesses: a threadgroup barrier ends a phase, a simdgroup barrier a step of one simdgroup
 static uint parity[32];                // which of two slots a simdgroup's operation uses: one lane may be an operation ahead of another
-static bool collectives_order;
+static bool collectives_order, knows_last;
+static int arrived[4096]; // threadgroups that came to `last_one`, by the place of their marks
 static Code code;
 static char message[500], unwritten[500]; // unwritten: the first read of an element that nobody had written
 
@@ -97,7 +98,8 @@ struct Memory {
   Shadow& at(long i) const { Shadow& s = shadow[i]; if (shared && s.group!=group_id) s = Shadow{group_id}; return s; }
   static bool mine(int thread) { return thread-1==me->index; }
   static bool after_write(const Shadow& s) {
-    return s.group==group_id && (mine(s.writer) || s.write_phase!=phase || ((s.writer-1)>>5==simdgroup() && s.write_step!=step[simdgroup()])); }
+    if (s.group!=group_id) return knows_last; // `last_one` orders what the other threadgroups wrote
+    return (mine(s.writer) || s.write_phase!=phase || ((s.writer-1)>>5==simdgroup() && s.write_step!=step[simdgroup()])); }
   static bool after_reads(const Shadow& s) {
     return s.group!=group_id || s.read_phase!=phase || !(s.readers & ~(1u<<simdgroup())) && (s.read_step!=step[simdgroup()] || mine(s.reader)); }
   void reading(long i) const {
@@ -218,7 +220,7 @@ static void run_group(int n, const int* order, char* stacks, long stack_size, vo
     sp[EMU_ENTRY] = (void*)entry;
     fibers[i].sp = sp; fibers[i].wait = READY;
   }
-  ++group_id;
+  ++group_id; knows_last = false;
   for (;;) {
     ++phase;
     for (int o=0; o<n;) { // each simdgroup as far as it comes alone
@@ -250,6 +252,7 @@ static void run_group(int n, const int* order, char* stacks, long stack_size, vo
 
 static int launch(const uint* grid, const uint* tg, const int* order, char* stacks, long stack_size, bool collectives, void (*entry)()) {
   code = OK; unwritten[0] = 0; collectives_order = collectives;
+  for (int& i : arrived) i = 0;
   uint n = tg[0]*tg[1]*tg[2];
   for (uint i=0; i<n; ++i) { fibers[i].index = i; fibers[i].position = {i%tg[0], i/tg[0]%tg[1], i/tg[0]/tg[1]}; }
   for (uint z=0; z<grid[2]/tg[2] && !code; ++z) for (uint y=0; y<grid[1]/tg[1] && !code; ++y) for (uint x=0; x<grid[0]/tg[0] && !code; ++x) {
@@ -367,6 +370,16 @@ template<class P> static inline uint poke_base(P p, uint i) { return 2*i; }
 template<class P> static inline void poke(P p, uint at, uint x) { p[at >> 1] = as_half(x); }
 #define hold(p)
 
+template<class P> static bool emu_last_one(emu::Site before, emu::Site after, P marks, int i, int n, int, int) { // threadgroups run one after the other
+  emu::wait(emu::AT_BARRIER, before);
+  if (i<0 || i>=n) EMU_FAIL(emu::BAD_ARGUMENT, "last_one: %d of %d", i, n);
+  if (marks.at%2) EMU_FAIL(emu::BAD_ARGUMENT, "last_one: marks at %ld, not a multiple of 2", marks.at);
+  if (!emu::me->index) emu::knows_last = ++emu::arrived[marks.at/2%4096]==n;
+  emu::wait(emu::AT_BARRIER, after);
+  return emu::knows_last;
+}
+#define last_one(...) emu_last_one(EMU_SITE("last_one", true), EMU_SITE("last_one", true), __VA_ARGS__)
+
 #if EMU_METAL
 static inline int frag_row(int lane) { return (lane>>2 & 4) + (lane>>1 & 3); }
 static inline int frag_col(int lane) { return (lane>>2 & 2) + (lane & 1); }
@@ -374,6 +387,7 @@ static inline int b_k(int lane, int e) { return frag_row(lane); }
 static inline int b_n(int lane, int e) { return 2*frag_col(lane)+e; }
 enum { ROW_XOR_0 = 2, ROW_XOR_1 = 4, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 8, B_PAIRED = 0 };
 #define HAS_PREFETCH 0
+#define HAS_LAST 0
 #define TABLE_COPIES 1
 #else
 static inline int frag_row(int lane) { return lane>>2; }
@@ -382,6 +396,7 @@ static inline int b_k(int lane, int e) { return 2*frag_col(lane)+e; }
 static inline int b_n(int lane, int e) { return frag_row(lane); }
 enum { ROW_XOR_0 = 4, ROW_XOR_1 = 8, ROW_XOR_2 = 16, COL_XOR_0 = 1, COL_XOR_1 = 2, B_PAIRED = 1 };
 #define HAS_PREFETCH 0
+#define HAS_LAST 1
 #define TABLE_COPIES 32
 #endif
 static void emu_mma(emu::Site site, float (&c)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {

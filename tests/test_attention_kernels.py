@@ -272,7 +272,7 @@ def test_sides_that_begin_at_different_tiles(rng, layout):
 
 # --- tests of the test: mistakes in the real text are found
 
-PLACES = dict(attention=('attention_kernel', 'body'), codec=('attention_kernel', 'header'), merge=('merge_kernel', 'body'))
+PLACES = dict(attention=('attention_kernel', 'body'), splits=('attention_kernel', 'body'), codec=('attention_kernel', 'header'), merge=('merge_kernel', 'body'))
 
 def edited(monkeypatch, place, # see `PLACES`
     old, new, # a part of the text, as a pattern if it is compiled, and what takes its place
@@ -309,14 +309,16 @@ MISTAKES = dict( # place, old, new, which, error; one barrier only is needed by 
     no_clamp_of_exact_rows=('codec', CLAMP, r'\1', None, OutOfBounds),
     half_a_clamp=('codec', CLAMP, r'max(\1, lo)', None, OutOfBounds),
     word_stride=('codec', 'row * WORDS', 'row * (WORDS + 1)', None, WRONG), scale_stride=('codec', 'row * GROUPS', 'row * (GROUPS + 1)', None, WRONG),
-    head_stride=('codec', 'params[14] * ', 'params[14] * 2 * ', None, OutOfBounds),
-    capacity_of_another_array=('codec', 'params[14] * ', 'params[1] * ', None, AssertionError),
+    head_stride=('codec', 'params[18] * ', 'params[18] * 2 * ', None, OutOfBounds),
+    capacity_of_another_array=('codec', 'params[18] * ', 'params[1] * ', None, AssertionError),
     head_of_a_tail=('attention', 'k_tail + (size_t)bh * params[7] * KD', 'k_tail + (size_t)bh * params[6] * KD', None, AssertionError),
     head_of_a_sink=('attention', 'v_sink + (size_t)bh * n_sink * VD', 'v_sink + (size_t)bh * n_sink * VD + VD', None, OutOfBounds),
     channel_of_a_lane=('attention', 'VC = g * VN', 'VC = g * (VN + 1)', None, WRONG),
-    no_row_guard=('attention', 'i < min(8, rows - row0) * VD', 'i < 8 * VD', None, EmulatorError),
-    row_guard_of_maxima=('attention', ' && row0 + (int)lane < rows', '', None, EmulatorError),
-    unwritten_rows=('attention', 'i < min(8, rows - row0) * VD', 'i < (min(8, rows - row0) - 1) * VD', None, UnwrittenOutput), unwritten_maxima=('attention', 'lane < 8 &&', 'lane < 7 &&', None, UnwrittenOutput),
+    no_row_guard=('attention', 'n_row = min(8, rows - row0)', 'n_row = 8', None, EmulatorError), no_row_guard_of_splits=('splits', 'n_row = min(8, rows - row0)', 'n_row = 8', None, EmulatorError),
+    row_guard_of_maxima=('splits', ' && (int)lane < n_row', '', None, EmulatorError),
+    unwritten_rows=('splits', 'i < n_row * VD', 'i < (n_row - 1) * VD', 1, EmulatorError), unwritten_rows_of_one=('attention', 'i < n_row * VD', 'i < (n_row - 1) * VD', 0, UnwrittenOutput), unwritten_maxima=('splits', 'lane < 8 && (int)lane', 'lane < 7 && (int)lane', None, EmulatorError),
+    not_the_last=('splits', re.compile(r'if .last_one.*\) {'), 'if (split == 0) {', None, WRONG), marks_stay=('splits', 'i < 2 * n_split', 'i < n_split', None, UnwrittenOutput),
+    split_behind_the_last=('splits', 's + k < n_split', 's + k <= n_split', None, WRONG), split_left_out=('splits', 's + k < n_split', 's + k < n_split - 1', None, AssertionError), no_weight=('splits', 'one * x[k][c]', 'x[k][c]', None, AssertionError),
     no_causal_rule=('attention', ' || pos > s_last[2 * t + (i & 1)]', '', None, AssertionError), causal_rule_off_by_one=('attention', 'pos > s_last[2 * t + (i & 1)]', 'pos > s_last[2 * t + (i & 1)] + 1', None, AssertionError),
     no_end_of_segment=('attention', re.compile(r'pos >= \w+\.hi'), 'false', None, AssertionError), no_begin_of_segment=('attention', re.compile(r'pos < \w+\.lo'), 'false', None, AssertionError),
     maxima_of_half_the_lanes=('attention', 'hi0 = max(max(hi0, simd_shuffle_xor(hi0, ROW_XOR_2)), under[0] + 8.f)', 'hi0 = max(hi0, under[0] + 8.f)', None, AssertionError),
@@ -334,7 +336,7 @@ def test_mistake(name, monkeypatch):
     "Each is found, as the error that says what it is where the emulator can know"
     *mistake, found = MISTAKES[name]
     edited(monkeypatch, *mistake)
-    with pytest.raises(found): attends(monkeypatch, 3 if mistake[0]=='merge' else 1)
+    with pytest.raises(found): attends(monkeypatch, 3 if mistake[0] in ('merge', 'splits') else 1, 'metal' if mistake[0]=='merge' else 'cuda')
 
 def test_buffer_without_room(rng):
     "Tiles are read to their end"

@@ -1,7 +1,7 @@
 "The command line: help, errors in one line, JSON, and its commands on the embedded model at a small size."
 import json, os, signal, subprocess, sys, time
 import mlx.core as mx, pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, load_prompt_cache
 from typer.testing import CliRunner
 import veloxquant_mlx
 from veloxquant_mlx import QuantizerConfigError, cli
@@ -50,7 +50,7 @@ def test_front_page():
     (('generate', '-p', 'x', '--method', 'zip'), 'method must be one of turboquant_prod, '), (('generate', '-p', 'x', '--auto', '--method', 'kivi'), '--auto and --method exclude each other'),
     (('generate', '-p', 'x', '--method', 'kivi', '-o', 'kivi_group=3'), "kivi has no option 'kivi_group' (did you mean kivi_group_size?)"),
     (('generate', '-p', 'x', '--method', 'kivi', '-o', 'h2o_budget=3'), "kivi has no option 'h2o_budget'"), (('generate', '-p', 'x', '--method', 'kivi', '-o', 'x'), 'an option must be name=value'),
-    (('generate', '-p', ' '), 'the prompt must not be empty'), (('generate', '-p', 'x', '--max-tokens', 0), "Invalid value for '--max-tokens'"),
+    (('generate', '-p', ' '), 'the prompt must not be empty'), (('generate', '-p', 'x', '--save', 'a.npz'), "--save must be a .safetensors file in a directory that exists (got 'a.npz')"), (('generate', '-p', 'x', '--save', 'no/such/a.safetensors'), '--save must be a .safetensors file'), (('generate', '-p', 'x', '--max-tokens', 0), "Invalid value for '--max-tokens'"),
     (('generate', '-p', 'x', '-m', './no/such/folder'), 'no such folder: ./no/such/folder'), (('compare', '-m', 'no/such.gguf'), 'no such file: no/such.gguf'),
     (('allocate', '--average-bits', 1), 'avg_bits must be >= 2, the smallest of bit_choices (got 1.0)'), (('allocate', '--choices', '2;3'), "--choices must be ints, as in 2,3,4 (got '2;3')"),
     (('allocate', '--choices', '2,9'), 'bit_width_inlier must be one of 1, 2, 3, 4, 5, 6, 7, 8 for kivi (got 9)'), (('allocate', '--method', 'zip'), 'method must be one of turboquant_prod, '),
@@ -153,6 +153,16 @@ def test_generate(once):
     r = run('generate', '-p', 'Once upon a time', '--no-chat', '--max-tokens', 2, '--auto')
     assert 'seq_len=6 < 2048 (short context): selected turboquant_rvq (4-bit)' in r.stderr and '30 x turboquant_rvq' in r.stderr
 
+def test_save(once, tmp_path, loaded):
+    "The file is in the stored form, its size is reported, and mlx-lm goes on from it"
+    path = tmp_path/'cache.safetensors'
+    r = run('generate', '-p', 'Once upon a time '*40, '--no-chat', '--max-tokens', 2, '--method', 'cachegen', '--save', path)
+    line, = [l for l in r.stderr.splitlines() if l.startswith('File')]
+    assert f'{cli.size_text(path.stat().st_size)} on disk, stored form: ratio ' in line
+    caches = load_prompt_cache(str(path))
+    assert all(c.method=='cachegen' and c.stored_nbytes for c in caches) and sum(c.stored_nbytes for c in caches)<path.stat().st_size
+    assert mx.isfinite(loaded[0](mx.array([[5]]), cache=caches)).all()
+
 def test_a_prompt_is_announced_before_it_is_read(loaded):
     calls = []
     class Spy(KVCache):
@@ -192,27 +202,44 @@ def test_allocate_by_predictions(monkeypatch):
     text = run('allocate', 'llama_sliding').stdout
     assert 'nats a token predicted' in text and text.count('–')==len(d['layers'])-len(used)
 
-@pytest.mark.parametrize('method', ['spectral', 'vecinfer', 'a2ats'])
+@pytest.mark.parametrize('method', ['spectral', 'vecinfer', 'a2ats', 'kvquant', 'skvq', 'amc'])
 def test_calibrate(monkeypatch, tmp_path, method):
-    "A whole artifact, and the same one from the same text; a bar on stderr, nothing but the result on stdout"
+    "A whole artifact, and the same one from the same text; bars on stderr, nothing but the result on stdout; what is printed is how it is used"
     from tiny_models import tiny
     from veloxquant_mlx.core.artifacts import FileArtifactStore
+    from veloxquant_mlx.engine.calibrate import artifact_key
     class Letters:
         def encode(self, text): return [ord(c)%100 for c in text]
     monkeypatch.setattr(cli, 'load_model', lambda name: (tiny('llama'), Letters()))
-    args = ('calibrate', method, 'org/tiny', '--tokens', 300, '--seq-len', 128)
+    small = dict(vecinfer=('--option', 'key_codebook_bits=5'), a2ats=('--option', 'a2ats_codebook_bits=4', '--option', 'seed=3')).get(method, ())
+    args = ('calibrate', method, 'org/tiny', '--tokens', 300, '--seq-len', 100, *small)
     r = run(*args, '--out', tmp_path, '--json')
     d, store = json.loads(r.stdout), FileArtifactStore(tmp_path)
-    assert (d['key'], d['facts']['rows'])==(f'{method}/org/tiny', 300) and f'{method}: texts' in r.stderr
-    assert store.keys()==[d['key']] and d['bytes']==os.path.getsize(d['path'])
-    arrays = store.load(d['key'], **d['facts'])
+    key = 'spectral/tiny' if method=='spectral' else artifact_key(method, tiny('llama'))
+    assert (d['key'], d['facts']['rows'], d['facts']['name'])==(key, 300, 'tiny') and all(f'{method}: {o}' in r.stderr for o in ('texts', 'layers'))
+    assert store.keys()==[key] and d['bytes']==os.path.getsize(d['path']) and (method!='a2ats' or d['facts']['seed']==3)
+    arrays = store.load(key, **d['facts'])
     assert arrays and all(mx.isfinite(a).all() for a in arrays.values())
     text = tmp_path/'text'
     text.write_text('a text of my own. '*40)
-    r = run(*args, '--out', tmp_path, '--text', text, '--name', 'mine')
-    assert f"load('{method}/mine')" in ' '.join(r.stdout.split()) and store.manifest(f'{method}/mine')['hash']!=d['hash']
+    r = run(*args, '--out', tmp_path/'own', '--text', text)
+    assert f"KVCacheConfig('{method}', store=FileArtifactStore(" in ' '.join(r.stdout.split()) and FileArtifactStore(tmp_path/'own').manifest(key)['hash']!=d['hash']
+    if method=='spectral': assert "SpectralQuantOptions(spectral_model_name='mine')" in ' '.join(run(*args, '--out', tmp_path, '--name', 'mine').stdout.split()) and 'spectral/mine' in store.keys()
+    else: assert f'--name must be left out for {method}' in fails(*args, '--out', tmp_path, '--name', 'mine')
     assert json.loads(run(*args, '--out', tmp_path/'new', '--json').stdout)['hash']==d['hash']
     assert f"--tokens must be <= {len(text.read_text())}, the tokens of the text (got 4096)" in fails('calibrate', method, '--out', tmp_path, '--text', text)
+
+def test_an_artifact_store_by_its_directory(monkeypatch, tmp_path):
+    "`-o store=DIR` of the other commands"
+    from tiny_models import tiny
+    class Letters:
+        def encode(self, text): return [ord(c)%100 for c in text]
+    monkeypatch.setattr(cli, 'load_model', lambda name: (tiny('llama'), Letters()))
+    key = json.loads(run('calibrate', 'amc', '--tokens', 200, '--seq-len', 100, '--out', tmp_path, '--json').stdout)['key']
+    assert run('describe', '--method', 'amc', '-o', f'store={tmp_path}').stdout.count(key)==3
+    assert "store must be the directory of an artifact store (got 'no/such')" in fails('describe', '--method', 'amc', '-o', 'store=no/such')
+    assert "spectral has no option 'key_sub_dim'" in fails('calibrate', 'spectral', '--out', tmp_path, '--option', 'key_sub_dim=4')
+    assert 'capacity must be an option that the calibration of spectral reads (got 4)' in fails('calibrate', 'spectral', '--out', tmp_path, '--tokens', 200, '--option', 'capacity=4')
 
 def test_compare(once):
     args = ('compare', '--methods', 'kivi:residual_length=32,gear', '--tokens', 160, '--chunk', 32, '--no-needle')

@@ -274,6 +274,16 @@ def exchange(sync, mask, tail=''):
     m[i] = x[i]; {sync} const float v = m[i^{mask}]; {tail} out[i] = v;"""
 WIDE = dict(out=((64,), F32), n=64, x=np.arange(64, dtype=F32))
 
+SHARED_SUM = """const uint lane = thread_index_in_simdgroup; const int g = threadgroup_position_in_grid.x;
+    out[8 + 32*g + lane] = x[lane] + g;
+    if (CONDITION) { float v = 0.f; for (int i=0; i<3; ++i) v += out[8 + 32*i + lane]; v = simd_sum(v); if (lane < 8) out[lane] = v; }"""
+def test_last_one():
+    "One threadgroup of three comes last and may read what the others wrote; no other may"
+    x = np.arange(32, dtype=F32)
+    out = run1(SHARED_SUM.replace('CONDITION', 'last_one(out, g, 3, 1, 2)'), ((104,), F32), n=96, threadgroup=32, x=x)
+    assert (out[:8]==3*x.sum()+32*3).all()
+    fails(DataRace, r'read of out\[\d+\], which thread \d+ of another threadgroup wrote', SHARED_SUM.replace('CONDITION', 'g == 2'), ((104,), F32), n=96, threadgroup=32, x=x)
+
 def test_missing_barrier():
     "A reader that runs before the writer finds the same error as one that runs after it"
     for sync,mask in [('', 1), ('', 32), (SG, 32), ('simd_sum(1.f);', 32)]: fails(DataRace, r'm\[\d+\].*no barrier between', exchange(sync, mask), **WIDE)

@@ -5,8 +5,10 @@ from veloxquant_mlx.kernels.encode import group_pack, level_book, level_pack, ro
 from veloxquant_mlx.kernels.gather import gather_rows
 from veloxquant_mlx.kernels.runtime import use_backend
 from veloxquant_mlx.methods.turboquant_rvq import SPLITS, RVQCodec, plane_table
+from veloxquant_mlx.methods.vecinfer import MOST_KEPT, vq_encode
 from veloxquant_mlx.ops.affine import dequantize_per_channel, dequantize_per_token, quantize_per_channel, quantize_per_token
 from veloxquant_mlx.ops.codebook import nearest_level
+from veloxquant_mlx.ops.kmeans import nearest_row
 from veloxquant_mlx.ops.packing import pack_codes, unpack_codes
 from veloxquant_mlx.ops.rotation import rotation
 
@@ -159,3 +161,17 @@ def test_gather_rows(rng, dim, dtype):
     assert got.dtype==dtype
     np.testing.assert_array_equal(np.array(got.astype(mx.float32)), np.array(want.astype(mx.float32)))
     assert gather_rows(x, indices[..., :0]).shape==(2, 3, 0, dim)
+
+@pytest.mark.parametrize('n_bits,dim,books,n', [(1, 1, (1,1), 300), (3, 32, (2,3), 7), (5, 3, (1,3), 61), (8, 4, (2,1), 257), (9, 7, (1,1), 30), (10, MOST_KEPT, (1,3), 9), (11, 2, (2,3), 40)])
+def test_nearest_codewords(rng, n_bits, dim, books, n):
+    "Bit for bit, with codebooks of all, of a batch row, of a head; of equally near codewords the lower one; numbers of fp16's whole range"
+    K = 2**n_bits
+    book = rng.standard_normal((*books, K, dim))
+    if K>2: book[..., K//2:K//2+2, :] = book[..., :2, :] # twins
+    x = rng.standard_normal((2, 3, n, dim))
+    x[..., :2, :] = book[0, 0, :2]
+    x[..., -1, :] = 65504
+    x, book = mx.array(x.astype(np.float32)), mx.array(book).astype(mx.float16)
+    got = vq_encode(x, book)
+    assert_same((got,), (nearest_row(x, book),))
+    if K>2: assert not np.isin(np.array(got), (K//2, K//2+1)).any()

@@ -3,6 +3,7 @@ import ast,json,re
 from graphlib import TopologicalSorter
 from pathlib import Path
 import pytest,yaml
+from veloxquant_mlx.engine.registry import get_method
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -50,6 +51,22 @@ def test_mirror(p):
 
 @pytest.mark.parametrize('p', sorted((root/'nbs/methods').glob('*.ipynb')), ids=lambda p: p.stem)
 def test_method_notebook(p): assert default_exp(p)==f'methods.{p.stem}'
+
+@pytest.mark.parametrize('p', sorted((root/'nbs/methods').glob('*.ipynb')), ids=lambda p: p.stem)
+def test_anatomy(p):
+    "What every page of a method holds"
+    m, text, programs = get_method(p.stem), [src(c) for c in cells(p) if c['cell_type']=='markdown'], [src(c) for c in code(p)]
+    titles = [t for s in text for t in re.findall(r'^#+ (.+)$', s, re.M)]
+    assert m.cache_class.__module__==f'veloxquant_mlx.methods.{p.stem}'
+    assert not m.paper or any(m.paper in s for s in text[:3]), 'the paper stands at the top'
+    assert any('$$' in s for s in text), 'an equation'
+    for part in 'Options', 'The cache', 'Kernel', 'Why it works': assert any(part in t for t in titles), f'a section {part!r}'
+    assert any('imits' in t or 'measured' in t for t in titles), 'limits'
+    assert any('formula_nbytes' in s for s in programs), 'the storage formula'
+    assert any('@register' in s for s in programs) and any(re.search(r'^class \w+Options', s, re.M) for s in programs)
+    asserts = sum(s.count('assert ')+len(re.findall(r'\btest_\w+\(', s)) for s in programs)
+    assert asserts>=20, f'tests (got {asserts} assertions)'
+    assert any('image/png' in o.get('data', {}) for c in code(p) for o in c['outputs']), 'a picture'
 
 def test_no_stale_modules():
     for f in lib.rglob('*.py'):

@@ -211,8 +211,9 @@ def test_options_changed_later_do_not_change_the_configuration():
 
 # --- a width for each layer
 
-def config(method, widths, **kw): return KVCacheConfig(method=method, bit_width_inlier=widths, **kw)
-def of_layers(method, caches): return [getattr(c.config, LISTS[method].bit_field) for c in caches if hasattr(c, 'config')]
+ALONE = dict(xquant=dict(xquant_group_size=1, xquant_group_quant_size=16)) # layers that share have one width, and heads of these models are small
+def config(method, widths, **kw): return KVCacheConfig(method=method, bit_width_inlier=widths, options=own(method, **ALONE.get(method, {})), **kw)
+def of_layers(method, caches): return [c.width for c in caches if hasattr(c, 'config')] # which the field need not be: kvtc has bits of a token
 
 @pytest.mark.parametrize('method', LISTS)
 def test_widths_of_layers(method):
@@ -225,6 +226,16 @@ def test_widths_of_layers(method):
     for c,w in zip(caches, widths):
         again = type(c).from_state(c.state)
         assert of_layers(method, [again])==[w] and not isinstance(c.config.bit_width_inlier, list)
+
+@pytest.mark.parametrize('method', [k for k,c in LISTS.items() if METHODS[k].family=='cross_layer'])
+def test_layers_that_share_have_one_width(method):
+    "Layers of a group; the last of three layers is alone"
+    group, fields = LISTS[method].group_field, ALONE.get(method, {})
+    model, make = tiny('llama'), lambda widths: KVCacheBuilder.for_model(model, KVCacheConfig(method=method, bit_width_inlier=widths, options=own(method, **fields|{group: 2})))
+    b = list(LISTS[method].bit_widths)
+    assert of_layers(method, make([b[1],b[1],b[0]]))==[b[1],b[1],b[0]]
+    with pytest.raises(QuantizerConfigError, match=r'^bit_width_inlier must be equal in layers 0, 1, which share \(got') as e: make([b[1],b[0],b[0]])
+    assert str([b[1],b[0]]) in str(e.value)
 
 @pytest.mark.parametrize('method', LISTS)
 @pytest.mark.parametrize('n', [1,2,4,30])

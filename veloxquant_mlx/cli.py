@@ -10,10 +10,10 @@ Docs: https://example.github.io/veloxquant_mlx/cli.html.md"""
 __all__ = ['app', 'ModelName', 'MethodName', 'Pairs', 'Steps', 'AsJson', 'POOL', 'one_line', 'Commands', 'veloxquant', 'main',
            'option', 'console', 'say', 'table', 'hardware_from', 'selection_text', 'auto_config', 'method_facts',
            'bits_text', 'list_methods', 'read_value', 'read_options', 'read_methods', 'prompt_text', 'prompt_tokens',
-           'stream', 'layers_text', 'generation_text', 'chosen_config', 'generate', 'show', 'timing', 'compare_methods',
-           'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate', 'calibration_of',
-           'calibrated', 'artifact_name', 'calibration_sequences', 'calibrate', 'model_text', 'answer', 'verdict',
-           'demo']
+           'stream', 'layers_text', 'generation_text', 'saved_text', 'chosen_config', 'generate', 'show', 'timing',
+           'compare_methods', 'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate',
+           'calibration_of', 'calibrated', 'artifact_name', 'named', 'calibration_sequences', 'calibrate', 'model_text',
+           'answer', 'verdict', 'demo']
 
 # %% ../nbs/99_cli.ipynb #0b84c0d1
 import ast, difflib, importlib, inspect, json, math, re, sys, warnings
@@ -40,9 +40,11 @@ from .core.artifacts import *
 from .core.errors import *
 from .core.fields import *
 from .core.settings import CacheSettings
+from .engine.calibrate import artifact_key
 from .engine.layers import describe, text_model
 from .engine.layer_config import LayerConfig
 from .engine.registry import get_method, methods
+from .engine.stored import save_prompt_cache
 from .evaluate.compare import *
 from .evaluate.corpus import corpus_text
 from .evaluate.memory import MemoryReport, memory_report
@@ -188,6 +190,9 @@ def read_value(f, # a dataclass field
     try: value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
     except (ValueError, SyntaxError): value = text
     if f.name=='dtype': return getattr(mx, str(value), value)
+    if f.name=='store' and value is not None:
+        if not Path(text).is_dir(): raise QuantizerConfigError(f"store must be the directory of an artifact store (got {text!r})")
+        return FileArtifactStore(text)
     return text if type_ok(text, f.type) and not type_ok(value, f.type) else value
 
 # %% ../nbs/99_cli.ipynb #9e5ed539
@@ -195,7 +200,7 @@ def read_options(method:str, # config name
     pairs:list # of texts `name=value`
 )->dict: # field → value
     "Typed values of options"
-    known = {f.name: f for c in (CacheSettings, get_method(method).options) for f in fields(c) if f.name not in ('head_dim', 'store', 'observers')}
+    known = {f.name: f for c in (CacheSettings, get_method(method).options) for f in fields(c) if f.name not in ('head_dim', 'observers')}
     res = {}
     for pair in pairs:
         name, eq, text = pair.partition('=')
@@ -268,6 +273,15 @@ def generation_text(r, # the last `GenerationResponse`
         f"Cache     {size_text(m.held)} held, {size_text(m.fp16)} as float16: ratio {m.ratio:.2f} ({m.fraction:.1%})"]
     return '\n'.join(lines + [f"{'Layers' if not i else '':9} {l}" for i,l in enumerate(layers_text(caches))])
 
+# %% ../nbs/99_cli.ipynb #5c17363a
+def saved_text(path, # of a file
+    size:int, # its bytes
+    caches:list # that it holds
+)->str:
+    "Bytes of a saved cache in a line"
+    fp16, stored = memory_report(caches).fp16, any(getattr(c, 'stored_nbytes', None) for c in caches)
+    return f"File      {size_text(size)} on disk, {'stored form' if stored else 'arrays as in memory'}: ratio {fp16/size:.2f} to float16 ({path})"
+
 # %% ../nbs/99_cli.ipynb #d80801e9
 def chosen_config(model, # a model
     n:int, # tokens of the whole sequence
@@ -291,9 +305,11 @@ def generate(
     auto:Annotated[bool, typer.Option('--auto', help='Let auto-config choose; the default without --method.')]=False,
     max_tokens:Annotated[int, typer.Option(min=1, help='Longest answer.')]=256,
     temp:Annotated[float, typer.Option(min=0, help='Temperature; 0 takes the most likely token.')]=0.,
-    chat:Annotated[bool, typer.Option(help='Put the prompt through the chat template, if the model has one.')]=True):
+    chat:Annotated[bool, typer.Option(help='Put the prompt through the chat template, if the model has one.')]=True,
+    save:Annotated[Path|None, typer.Option(dir_okay=False, help='Afterwards write the cache to this .safetensors file, in the stored form of the method if it has one.', show_default=False)]=None):
     "Generate text through a compressed cache: the text on stdout, bytes and speed on stderr."
     if auto and method: raise QuantizerConfigError(f"--auto and --method exclude each other (got --method {method})")
+    if save and (save.suffix!='.safetensors' or not save.parent.is_dir()): raise QuantizerConfigError(f"--save must be a .safetensors file in a directory that exists (got {str(save)!r})")
     text = prompt_text(prompt)
     if method: read_options(method, option or []) # before the model is loaded
     lm, tokenizer = load_model(model)
@@ -302,6 +318,7 @@ def generate(
     for r in stream(lm, tokenizer, tokens, caches, max_tokens, temp): typer.echo(r.text, nl=False)
     typer.echo()
     typer.echo(generation_text(r, caches), err=True)
+    if save: typer.echo(saved_text(save, save_prompt_cache(save, caches, progress=True), caches), err=True)
 
 # %% ../nbs/99_cli.ipynb #3642bc9a
 def show(report:ComparisonReport):
@@ -415,22 +432,30 @@ def calibration_of(method:str # config name
 
 # %% ../nbs/99_cli.ipynb #6fff3b45
 def calibrated(method:str, model, # of mlx-lm
-    sequences:list # of lists of token ids
+    sequences:list, # of lists of token ids
+    options:list=(), # texts name=value
+    scope:str|None=None # what shares a table, for a calibration that asks; None: its default
 )->tuple: # arrays, facts
     "Run a calibration under progress bars on stderr"
-    module, f = calibration_of(method)
+    (_, f), given = calibration_of(method), read_options(method, list(options))
     bar = lambda what: lambda items: tqdm(items, leave=False, desc=f'{method}: {what}')
-    found = f(model, bar('texts')(sequences), **(dict(progress=bar('layers')) if 'progress' in inspect.signature(f).parameters else {}))
-    if not hasattr(module, 'calibration_arrays'): return found
-    return module.calibration_arrays(*found), dict(model=type(text_model(model)).__module__, n_layers=len(text_model(model).layers), rows=sum(map(len, sequences)))
+    known, own = inspect.signature(f).parameters, [o.name for o in fields(get_method(method).options)]
+    extra = dict(progress=bar('layers')) | ({'seed': given.pop('seed')} if 'seed' in given and 'seed' in known else {})
+    if 'options' in known: extra['options'] = get_method(method).options(**{k: given.pop(k) for k in list(given) if k in own})
+    if scope:
+        if 'scope' not in known: raise QuantizerConfigError(f"--scope must be left out for {method}, whose calibration has none (got {scope!r})")
+        extra['scope'] = scope
+    if given: raise QuantizerConfigError(f"{next(iter(given))} must be an option that the calibration of {method} reads (got {next(iter(given.values()))!r})")
+    return f(model, bar('texts')(sequences), **{k: v for k,v in extra.items() if k in known})
 
 # %% ../nbs/99_cli.ipynb #7d5eb9bd
 def artifact_name(model:str|None # as it was asked for
 )->str:
-    "A model's name in a store"
+    "A model's name"
     if model is None: return 'SmolLM2-135M-Instruct'
     path = Path(model)
-    return path.stem if path.suffix=='.gguf' else path.resolve().name if model.startswith(('.', '~', '/')) or path.is_dir() else model
+    return path.stem if path.suffix=='.gguf' else path.resolve().name if model.startswith(('.', '~', '/')) or path.is_dir() else path.name
+def named(method:str)->bool: return f'{method}_model_name' in [f.name for f in fields(get_method(method).options)] # its artifact has a name
 
 # %% ../nbs/99_cli.ipynb #ef8afa52
 def calibration_sequences(tokenizer,
@@ -450,20 +475,25 @@ def calibrate(
     method:Annotated[str, typer.Argument(help='A method with a calibration, such as spectral.')],
     model:Annotated[str|None, typer.Argument(help='Hub id, folder or GGUF file; default: the embedded SmolLM2-135M-Instruct.', show_default=False)]=None,
     out:Annotated[Path, typer.Option('--out', '-o', file_okay=False, help='Directory of the artifact store.', show_default=False)]=...,
-    name:Annotated[str|None, typer.Option(help="Name in the store; default: the model's.", show_default=False)]=None,
+    option:Annotated[list[str]|None, typer.Option(help='name=value of an option that the calibration reads; may be repeated.', show_default=False)]=None,
+    name:Annotated[str|None, typer.Option(help="Name in the store, for a method with an option for it (spectral_model_name); default: the model's.", show_default=False)]=None,
+    scope:Annotated[str|None, typer.Option(help='kvtc: head, layer or model, which share a basis; default: layer.', show_default=False)]=None,
     tokens:Annotated[int, typer.Option(min=1, help='Tokens that are read.')]=4096,
     seq_len:Annotated[int, typer.Option(min=2, help='Tokens of a sequence.')]=512,
     text:Annotated[Path|None, typer.Option(exists=True, dir_okay=False, help="Text file; default: part of Python's manual.", show_default=False)]=None,
     as_json:AsJson=False):
     "Compute what a method wants to know of a model, and keep it in an artifact store."
-    store, key = FileArtifactStore(out), f'{method}/{name or artifact_name(model)}'
-    calibration_of(method) # all errors before the model is loaded
-    path = artifact_path(out, key)
+    calibration_of(method), read_options(method, option or []) # errors before the model is loaded
+    if name and not named(method): raise QuantizerConfigError(f"--name must be left out for {method}, whose artifacts go by the model's weights (got {name!r})")
+    artifact_path(out, f'{method}/{name}')
     lm, tokenizer = load_model(model)
-    arrays, facts = calibrated(method, lm, calibration_sequences(tokenizer, tokens, seq_len, text))
-    store.save(key, arrays, **facts)
+    arrays, facts = calibrated(method, lm, calibration_sequences(tokenizer, tokens, seq_len, text), option or [], scope)
+    store, key = FileArtifactStore(out), f'{method}/{name or artifact_name(model)}' if named(method) else artifact_key(method, lm)
+    store.save(key, arrays, **facts, name=artifact_name(model))
+    path = artifact_path(out, key)
     if as_json: return typer.echo(json.dumps(dict(key=key, path=str(path), bytes=path.stat().st_size)|store.manifest(key), indent=2))
-    say(f"Artifact  {path}, {size_text(path.stat().st_size)}\nBelongs   to {', '.join(f'{k} {v}' for k,v in facts.items())}\nLoad      FileArtifactStore({str(out)!r}).load({key!r})")
+    use = f', options={get_method(method).options.__name__}({method}_model_name={name or artifact_name(model)!r})' if named(method) else ''
+    say(f"Artifact  {path}, {size_text(path.stat().st_size)}\nBelongs   to {', '.join(f'{k} {v}' for k,v in facts.items())}\nUse       KVCacheConfig({method!r}, store=FileArtifactStore({str(out)!r}){use})")
 
 # %% ../nbs/99_cli.ipynb #eaaf79f6
 def model_text(model, # a model

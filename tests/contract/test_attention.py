@@ -18,7 +18,7 @@ def test_a_prompt_in_one_call_is_exact(case):
     out, = feed(case.create(), x)
     assert close(out, causal(x))
 
-@keeps
+@few
 def test_one_token_reads_everything_from_the_cache(case):
     "Its own row too: the output is attention over the rows that are stored, or over those of them that the method chooses"
     c, x = filled(case), step()
@@ -49,7 +49,7 @@ def test_error_shrinks_with_bits(method):
     size = lambda a: mx.sqrt((a**2).mean()).item()
     errors = [[size(a-b)/size(b) for a,b in zip(decoded(filled(case, x)), (x.k, x.v))] for case in widths(method)]
     for name,side in zip('kv', zip(*errors)):
-        if name in traits(method).sides: assert list(side)==sorted(side, reverse=True) and len(set(side))==len(side) and side[0]<.6 and side[-1]<.1
+        if name in traits(method).sides: assert list(side)==sorted(side, reverse=True) and len(set(side))==len(side) and side[0]<traits(method).worst and side[-1]<.1
 
 # --- heads and dtypes
 
@@ -62,7 +62,7 @@ def test_grouped_queries(case, n_rep):
     if case.traits.exact_prompt: assert close(feed(c, x)[0], causal(x))
     else: feed(c, x)
     if case.traits.evicts:
-        assert close(call(c, z), attention(z.q, *decoded(c)))
+        for n in (2,1) if case.traits.reads_rows else (1,): assert close(call(c, z[:n]), attention(z.q[:,:,:n], *decoded(c), 'causal'))
         return
     out, old = call(c, y), decoded(c)
     k, v = (mx.concatenate([o[:,:,:T], own], axis=2) for o,own in zip(old, (y.k, y.v))) if not case.traits.prompt_end else (None, None)
@@ -107,10 +107,11 @@ def masks(L, n, B=2):
     return dict(none=(None, causal), causal=('causal', causal), bool=(causal, causal), band=(far, far), padded=(padded, padded),
         additive=(mx.where(causal, 0., -1e9), causal), scores=(mx.where(causal, bias, -mx.inf),)*2)
 
-@keeps
+@few
 @pytest.mark.parametrize('L,fused', [(1,False),(6,False),(6,True)], ids=['one token','six tokens','six tokens in parts'])
 def test_masks(case, L, fused):
-    "With and without sinks, whose logits join the softmax and carry no value"
+    "With and without sinks, whose logits join the softmax and carry no value; where rows were forgotten, a mask over tokens shows those that are left"
+    if L>1 and not case.traits.reads_rows: pytest.skip('a call of several tokens does not read rows as they lie')
     x, y = rows(B=2), rows(L, B=2, seed=1)
     c = filled(case, x, fused_sdpa=fused)
     handles = c.update_and_fetch(y.k, y.v)
@@ -144,7 +145,7 @@ def test_a_mask_of_another_length_in_a_prompt(case):
         with pytest.raises(ValueError) as e: mx.eval(call(case.create(), x, mx.ones((20,n), mx.bool_)))
         assert str(n) in str(e.value) and '20' in str(e.value)
 
-@keeps
+@few
 def test_a_row_that_sees_nothing_is_finite(case):
     "Queries of padding; NaN would reach the next layer's keys"
     for fused in False, True:
@@ -197,7 +198,7 @@ def test_sliding_window(case, w):
 @keeps
 def test_a_sliding_window_in_single_steps(case):
     "Past every border of a block and of what is freed"
-    c = filled(case, rows(230), sliding_window=24)
+    c = filled(case, rows(230), sliding_window=-(-24//case.window_unit)*case.window_unit)
     for i in range(110): assert mx.isfinite(call(c, step(i))).all(), i
     assert c.offset==340 and c.nbytes
 

@@ -19,11 +19,17 @@ def same(a, b): return all(mx.array_equal(x, y) for x,y in zip(a, b, strict=True
 
 # --- how tokens arrive does not matter
 
+def in_order(c):
+    "A copy whose rows lie in the order of their positions: where a cache has dropped single rows, their order has no meaning"
+    c = copy.deepcopy(c)
+    if c.free is not None: c.tidy()
+    return c
+
 def differ(a, b, case):
     "Indices of the arrays in which two states differ; sums of scores may by rounding"
     if not case.traits.evicts: return [i for i,(x,y) in enumerate(zip(stored(a), stored(b), strict=True)) if x!=y]
     equal = lambda x, y: close(x, y, 1e-4) if mx.issubdtype(x.dtype, mx.floating) else mx.array_equal(x, y)
-    return [i for i,(x,y) in enumerate(zip(a.state, b.state, strict=True)) if not equal(x, y)]
+    return [i for i,(x,y) in enumerate(zip(in_order(a).state, in_order(b).state, strict=True)) if not equal(x, y)]
 
 @each
 @pytest.mark.parametrize('grid', [1024,32], ids=['','ties'])
@@ -48,8 +54,10 @@ def test_rows_of_a_batch_are_independent(case):
     for i in 0,1:
         alone = filled(case, x.batch(i))
         assert close(got[i:i+1], call(alone, y.batch(i)))
-        assert both.used_nbytes==2*alone.used_nbytes
-        if not case.traits.evicts: assert all(close(a[i:i+1], b) for a,b in zip(decoded(both), decoded(alone)))
+        assert both.used_nbytes==2*alone.used_nbytes or case.traits.uneven_heads and 0<=both.used_nbytes/alone.used_nbytes-2<.05
+        fill = both.size()-alone.size() # rows in front that are nobody's, where one row of a batch keeps fewer tokens than another
+        assert not fill or (both.row_positions()[i,:,:fill]<0).all()
+        assert all(close(a[i:i+1,:,fill:], b) for a,b in zip(decoded(both), decoded(alone)))
 
 @few
 @pytest.mark.parametrize('dtype', [mx.float16, mx.bfloat16], ids=['float16','bfloat16'])
@@ -253,10 +261,14 @@ def test_bytes_of_nothing(case):
     c = case.create()
     assert c.nbytes==c.used_nbytes==c.fp16_nbytes==c.offset==c.size()==0 and c.empty()
 
-@over(CASES, lambda t: not t.evicts)
+@each
 @pytest.mark.parametrize('dtype', [mx.float32, mx.float16], ids=['float32','float16'])
 def test_formula(case, dtype):
-    "The bytes of the method's page, within 3 %"
+    "The bytes of the method's page, within 3 %; where rows are forgotten, after a prompt of that length"
+    if case.traits.evicts:
+        any_, x = filled(case, rows(5).astype(dtype)), rows(600).astype(dtype)
+        for n in (1, 31, 64, 128, 290, 599, 600): assert abs(filled(case, x[:n]).used_nbytes/any_.formula_nbytes(n)-1)<.03, n
+        return
     c, x, at = case.create(), rows(600).astype(dtype), 0
     for n in (1, 30, 31, 32, 33, 48, 63, 64, 127, 128, 129, 200, 256, 300, 599, 600):
         feed(c, x[at:n], attend=sees_queries(c, case)); at = n
@@ -268,10 +280,10 @@ def test_fewer_bytes_than_fp16(case, defaults):
     "Slack included; 8 bits too"
     cls = SERVABLE[case.method].cache_class
     own = cls.layer_fields(0) if cls.bit_field else () # the width of the case
-    if defaults: case = Case(case.method, case.name, tuple(o for o in case.given if o[0] in own))
+    if defaults: case = Case(case.method, case.name, tuple(o for o in case.given if o[0] in (*own, 'calibrated')))
     c = filled(case, rows(2048, D=64), dtype=mx.float16)
     assert c.fp16_nbytes==2*2*2048*(64+64)
-    half = any(k.endswith('_quantize_values') and v is False for k,v in case.given) # values stay as they are
+    half = case.traits.exact_values or any(k.endswith('_quantize_values') and v is False for k,v in case.given) # values stay as they are
     assert c.nbytes<(.95 if half or case.name=='8' else .6)*c.fp16_nbytes
 
 @over(FEW, lambda t: not t.evicts)

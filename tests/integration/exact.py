@@ -12,9 +12,11 @@ from veloxquant_mlx.engine.registry import methods
 
 METHODS = [k for k,o in sorted(methods().items()) if issubclass(o.cache_class, CompressedCache)]
 def known(**settings): return {k: o for k,o in settings.items() if k in METHODS}
-EXACT_TAIL = known(vecinfer={}, a2ats=dict(a2ats_codebook=mx.zeros((256,8)), a2ats_use_query_aware=False, a2ats_retrieval_fraction=1.), nsnquant=dict(nsn_residual_length=128), amc=dict(amc_group_size=128, amc_threshold_window=128), anchorkv={}, zipcache=dict(zipcache_group_size=128), kivi=dict(residual_length=128), kivi_sink=dict(residual_length=128), adakv={}, kvquant=dict(n_calib_tokens=256), age_tiered=dict(age_group_size=128), gear={}, kitty={}, skvq={})   # settings that keep a short context exact
-EIGHT_BITS = known(vecinfer=dict(key_sub_dim=1, key_codebook_bits=8, value_sub_dim=1, value_codebook_bits=8), a2ats=dict(a2ats_window=16, a2ats_codebook_bits=4, a2ats_retrieval_fraction=.8), nsnquant=dict(nsn_subvector_dim=1, nsn_codebook_size=128), amc=dict(amc_k_high=1., amc_k_mid=0.), anchorkv=dict(anchorkv_theta=1., anchorkv_residual_bits=4, anchorkv_anchor_frac=.5), zipcache=dict(zipcache_hi_bits=8, zipcache_lo_bits=8), age_tiered=dict(age_recent_boundary=10**6, age_mid_boundary=10**6), turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kivi_sink=dict(bit_width_inlier=8), adakv=dict(adakv_lo_bit=7, adakv_mid_bit=8, adakv_hi_bit=8, adakv_target_avg_bits=7.9), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8), kitty=dict(kitty_lo_bit=8, kitty_hi_bit=8), skvq=dict(skvq_bits_key=8, skvq_bits_value=8))
-EARLY = known(vecinfer=dict(residual_length=32, n_calib_tokens=32, key_codebook_bits=6), a2ats=dict(a2ats_window=16, a2ats_codebook_bits=4), nsnquant=dict(nsn_residual_length=32), anchorkv=dict(anchorkv_window=8), kivi=dict(residual_length=32), kivi_sink=dict(residual_length=32), adakv=dict(residual_length=32), kvquant=dict(n_calib_tokens=32), kitty=dict(residual_length=32), skvq=dict(n_calib_tokens=32, skvq_window=16))  # settings that pack after a few dozen tokens
+EXACT_TAIL = known(kvtc={}, minicache=dict(minicache_start_frac=1.), svdq=dict(svdq_group_size=128), cachegen=dict(cachegen_group_size=128), xquant={}, vecinfer={}, a2ats=dict(a2ats_codebook=mx.zeros((256,8)), a2ats_use_query_aware=False, a2ats_retrieval_fraction=1.), nsnquant=dict(nsn_residual_length=128), amc=dict(amc_group_size=128, amc_threshold_window=128), anchorkv={}, zipcache=dict(zipcache_group_size=128), kivi=dict(residual_length=128), kivi_sink=dict(residual_length=128), adakv={}, kvquant=dict(n_calib_tokens=256), age_tiered=dict(age_group_size=128), gear={}, kitty={}, skvq={})   # settings that keep a short context exact
+EIGHT_BITS = known(palu=dict(palu_hi_bit=8, palu_lo_bit=8, palu_energy_threshold=1.), kvtc={}, minicache=dict(minicache_retention_threshold=1.), svdq=dict(svdq_bit_schedule=(8,)), cachegen=dict(cachegen_resolved_bits=8), xquant=dict(xquant_base_bits=8, xquant_residual_bits=8), vecinfer=dict(key_sub_dim=1, key_codebook_bits=8, value_sub_dim=1, value_codebook_bits=8), a2ats=dict(a2ats_window=16, a2ats_codebook_bits=4, a2ats_retrieval_fraction=.8), nsnquant=dict(nsn_subvector_dim=1, nsn_codebook_size=128), amc=dict(amc_k_high=1., amc_k_mid=0.), anchorkv=dict(anchorkv_theta=1., anchorkv_residual_bits=4, anchorkv_anchor_frac=.5), zipcache=dict(zipcache_hi_bits=8, zipcache_lo_bits=8), age_tiered=dict(age_recent_boundary=10**6, age_mid_boundary=10**6), turboquant_rvq=dict(bit_width_inlier=8), kivi=dict(bit_width_inlier=8), kivi_sink=dict(bit_width_inlier=8), adakv=dict(adakv_lo_bit=7, adakv_mid_bit=8, adakv_hi_bit=8, adakv_target_avg_bits=7.9), kvquant=dict(kvquant_bits=8), gear=dict(gear_bits=8), kitty=dict(kitty_lo_bit=8, kitty_hi_bit=8), skvq=dict(skvq_bits_key=8, skvq_bits_value=8))
+EARLY = known(svdq=dict(svdq_group_size=16), xquant=dict(residual_length=32), vecinfer=dict(residual_length=32, n_calib_tokens=32, key_codebook_bits=6), a2ats=dict(a2ats_window=16, a2ats_codebook_bits=4), nsnquant=dict(nsn_residual_length=32), anchorkv=dict(anchorkv_window=8), kivi=dict(residual_length=32), kivi_sink=dict(residual_length=32), adakv=dict(residual_length=32), kvquant=dict(n_calib_tokens=32), kitty=dict(residual_length=32), skvq=dict(n_calib_tokens=32, skvq_window=16))  # settings that pack after a few dozen tokens
+
+READS_CODES = known(palu=dict(palu_energy_threshold=1., palu_hi_bit=8, palu_lo_bit=8)) # methods that read the first call from their codes too, and settings with which that is nearly exact
 
 CALLS = 25, 14, 1, 1, 1, 2
 LONG_CALLS = 170, *CALLS[1:] # the first call is packed in part by every quantizer
@@ -30,19 +32,22 @@ def run(model, caches, calls=CALLS, tokens=None):
         i += n
     return outs
 
+FITS = known(xquant=dict(xquant_group_quant_size=16)) # without which a method refuses the small head dimensions of these models
+
 def config(method, **kw):
     "Fields of the method go through its options object, shared ones directly"
+    kw = FITS.get(method, {})|kw
     own = {k: kw.pop(k) for k in list(kw) if k in {f.name for f in fields(methods()[method].options)}}
     return KVCacheConfig(method=method, options=methods()[method].options(**own), **kw)
 
-POWERS_OF_TWO = {'nsnquant', 'vecinfer'} # methods that refuse other head dimensions
+REFUSED = {o: f'must be a power of 2 for {o}' for o in ('nsnquant', 'vecinfer')} | dict(xquant='xquant_group_quant_size must divide') # how methods refuse a head dimension
 
 @contextmanager
 def dims_refused(method):
     "A model whose head dimensions the method refuses, with that message, is skipped"
     try: yield
     except QuantizerConfigError as e:
-        if method not in POWERS_OF_TWO or f'must be a power of 2 for {method}' not in str(e): raise
+        if REFUSED.get(method, '\0') not in str(e): raise
         pytest.skip(str(e))
 
 def create(method, head_dim, **kw): return KVCacheFactory.create(config(method, head_dim=head_dim, **kw))

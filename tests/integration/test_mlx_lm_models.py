@@ -3,7 +3,7 @@ import re
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
-from exact import METHODS, EIGHT_BITS, CALLS, LONG_CALLS, ExactCache, run, replace, for_model, flat, ours, prompt, relative_error, dims_refused
+from exact import METHODS, EIGHT_BITS, CALLS, LONG_CALLS, ExactCache, run, replace, for_model, flat, ours, prompt, relative_error, dims_refused, READS_CODES
 from tiny_models import NAMES, NO_KV, BY_HAND, MLA_NAMES, SPARSE, tiny
 from veloxquant_mlx.engine.base import CompressedCache
 from veloxquant_mlx.engine.hook import install
@@ -50,7 +50,7 @@ def test_for_model(name, method):
     "Exactly the `KVCache` entries are replaced; a first call is read exactly, later ones work"
     model = tiny(name)
     stock = make_prompt_cache(model)
-    try: caches = for_model(model, method)
+    try: caches = for_model(model, method, **READS_CODES.get(method, {}))
     except ValueError as e: pytest.skip(str(e))
     assert len(caches)==len(stock) and len(flat(caches))==len(flat(stock))
     for a,b in zip(flat(caches), flat(stock)):
@@ -64,7 +64,7 @@ def test_for_model(name, method):
     except RuntimeError as e:
         assert name in BY_HAND and re.match(f'{method}: attention hook bypassed by', str(e))
         return
-    assert mx.allclose(got[0], want[0], atol=1e-4, rtol=1e-4)
+    assert relative_error(got[0], want[0])<.1 if method in READS_CODES else mx.allclose(got[0], want[0], atol=1e-4, rtol=1e-4)
     assert all(mx.isfinite(o).all() for o in got)
     assert {c.offset for c in ours(caches)} <= {sum(LONG_CALLS)}
 
@@ -83,8 +83,8 @@ def test_rows_of_a_batch_are_independent(name, method):
 def test_half_precision_models(method, dtype):
     model,dtype = tiny('llama'), getattr(mx, dtype)
     model.set_dtype(dtype)
-    want,got = (run(model, c, (150,1,1)) for c in (make_prompt_cache(model), for_model(model, method)))
-    assert mx.allclose(got[0], want[0], atol=1e-2)
+    want,got = (run(model, c, (150,1,1)) for c in (make_prompt_cache(model), for_model(model, method, **READS_CODES.get(method, {}))))
+    assert relative_error(got[0], want[0])<.1 if method in READS_CODES else mx.allclose(got[0], want[0], atol=1e-2)
     assert all(o.dtype==dtype and mx.isfinite(o).all() for o in got)
 
 # --- what `for_model` knows of a model

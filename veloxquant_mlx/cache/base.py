@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/cache/base.html.md"""
 
 # %% auto #0
 __all__ = ['KVCacheConfig', 'STANDALONE_METHODS', 'config_fields', 'own_fields', 'KVCacheFactory', 'KVCacheBuilder',
-           'layer_changes', 'for_model', 'serve_standalone']
+           'layer_lists', 'layer_changes', 'for_model', 'serve_standalone']
 
 # %% ../../nbs/cache/base.ipynb #694d443e
 import dataclasses, functools, typing, warnings
@@ -19,6 +19,7 @@ from ..core.errors import *
 from ..core.fields import *
 from ..core.settings import *
 from ..engine.base import *
+from ..engine.calibrate import *
 from ..engine.layer_config import *
 from ..engine.layers import *
 from ..engine.registry import *
@@ -44,7 +45,7 @@ def own_fields(options:type # an options dataclass
     return [f for f in dataclasses.fields(options) if f.name in options.__annotations__]
 
 # %% ../../nbs/cache/base.ipynb #cc5a3f40
-class _Config:
+class _Config(ByValue):
     "Configuration of a cache: the method, shared settings, and every method's options"
     def __post_init__(self):
         m, known = get_method(self.method), {f.name for f in dataclasses.fields(self)}
@@ -159,36 +160,50 @@ def build(self:KVCacheBuilder)->KVCache|CompressedCache:
     return KVCacheFactory.create(config)
 
 # %% ../../nbs/cache/base.ipynb #a89baa43
+def layer_lists(m:Method, config # a `KVCacheConfig`
+)->dict: # field → list
+    "Fields of which each layer has its own element"
+    widths = dict(bit_width_inlier=config.bit_width_inlier) if isinstance(config.bit_width_inlier, list) else {}
+    return widths | {f.name: getattr(config, f.name) for f in dataclasses.fields(m.options) if isinstance(getattr(config, f.name), PerLayer)}
 def layer_changes(m:Method, # the configured method
     config, # a `KVCacheConfig`
     slots:list # from `cache_slots`
 )->list: # one dict of fields per slot
-    "What differs from layer to layer: the element of a per-layer list of widths"
-    widths = config.bit_width_inlier
-    if not isinstance(widths, list): return [{} for _ in slots]
-    n = len({s.entry for s in slots if s.counts})
-    if len(widths)!=n: raise QuantizerConfigError(f"bit_width_inlier must have {n} elements, one per attention layer (got {len(widths)})")
+    "What differs from layer to layer: elements of lists"
     order = {e:i for i,e in enumerate(dict.fromkeys(s.entry for s in slots if s.counts))}
-    base = {} if m.cache_class.bit_field=='bit_width_inlier' else dict(bit_width_inlier=CacheSettings().bit_width_inlier)
-    return [m.cache_class.layer_fields(widths[order[s.entry]])|base if s.counts else {} for s in slots]
+    changes = [{} for _ in slots]
+    for name,values in layer_lists(m, config).items():
+        if len(values)!=len(order): raise QuantizerConfigError(f"{name} must have {len(order)} elements, one per attention layer (got {len(values)})")
+        widths = name=='bit_width_inlier'
+        base = {} if not widths or m.cache_class.bit_field==name else {name: CacheSettings().bit_width_inlier}
+        for s,fields in zip(slots, changes):
+            if s.counts: fields |= (m.cache_class.width_fields(values[order[s.entry]], layer_head_dim(s.attention) or config.head_dim) if widths else {name: values[order[s.entry]]})|base
+    return changes
 
 # %% ../../nbs/cache/base.ipynb #bf3225b3
 def _replace_layers(model, config, cls)->list:
     "One cache of a class per layer, where possible"
     m, lm = get_method(config.method), text_model(model)
-    plain = layer_config(config, bit_width_inlier=CacheSettings().bit_width_inlier) # options decide it, widths of layers do not
+    first = {f: CacheSettings().bit_width_inlier if f=='bit_width_inlier' else v[0] for f,v in layer_lists(m, config).items()}
+    plain = layer_config(config, **first) # options decide it, not what differs from layer to layer
     caches, slots = cache_slots(lm, cls(plain).needs_queries)
-    keep_live, replaced = asks_again(lm), 0
+    keep_live, made = asks_again(lm), []
+    for s in slots:
+        if not s.reason and is_mla(s.attention) and not cls.takes_latents: s.reason = f'MLA: {m.name} stores heads, not their latent'
     for s, changes in zip(slots, layer_changes(m, config, slots)):
         if s.reason:
             s.cache.vq_reason = s.reason
             continue
-        new = cls(layer_config(config, **changes))
-        new.bind(s.entry, layer_head_dim(s.attention), layer_rope(s.attention), rope_unknown(s.attention), keep_live, type(lm).__module__)
+        D = layer_head_dim(s.attention)
+        new = cls(layer_config(config, **changes, **(dict(head_dim=D) if D else {})))
+        new.bind(s.entry, D, layer_rope(s.attention), rope_unknown(s.attention), keep_live, type(lm).__module__)
         if s.member is None: caches[s.entry] = new
         else: caches[s.entry] = CacheList(*[new if j==s.member else o for j,o in enumerate(caches[s.entry].caches)])
-        replaced += 1
-    if not replaced: warnings.warn(f"{m.name}: nothing was compressed: {'; '.join(sorted({s.reason for s in slots}))}", stacklevel=2)
+        made.append(new)
+    if made:
+        cls.link(made, slots, lm)
+        if config.store is not None: take_artifacts(made, config.store, lm)
+    else: warnings.warn(f"{m.name}: nothing was compressed: {'; '.join(sorted({s.reason for s in slots}))}", stacklevel=2)
     return caches
 
 # %% ../../nbs/cache/base.ipynb #deb87ade

@@ -17,12 +17,13 @@ __all__ = ['EXACT', 'SHORT_TAIL', 'CALL', 'FLOOR', 'MODES', 'Distortion', 'fit_d
 import copy, heapq, math, pydoc_data.topics
 from dataclasses import dataclass
 import mlx.core as mx, mlx.nn as nn, numpy as np
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import CacheList
 from tqdm import tqdm
 from ..cache.base import KVCacheBuilder
 from .select import config_of, key_rows
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.calibrate import ShiftedCache
 from ..engine.layer_config import layer_config
 from ..engine.layers import cache_slots, text_model
 from ..engine.registry import get_method
@@ -211,21 +212,12 @@ def _divergence(model, text, method, b0, progress)->dict: # entry → KL of the 
     return {i: divergence(i)*per_error for i in tqdm(replaced, disable=not progress, delay=1, leave=False, unit='layer', desc='sensitivity')}
 
 # %% ../../nbs/config/allocate.ipynb #e01d1e8a
-class _Probe(KVCache):
-    "A plain cache that remembers the rows of a call"
-    def __init__(self, shift): # of keys and values
-        super().__init__()
-        self.shift = shift
-    def update_and_fetch(self, keys, values):
-        self.rows = keys, values
-        return super().update_and_fetch(*(x+d for x,d in zip(self.rows, self.shift)))
-
 def _probed(model, text, method, shifts=None)->tuple: # logits (1, n, V), entries of the probes, probes
     "Read a text with a probe for every cache that the method replaces"
     lm = text_model(model)
     caches, slots = cache_slots(lm, get_method(method).cache_class.of().needs_queries)
     slots = [s for s in slots if not s.reason]
-    probes = [_Probe(d) for d in shifts or [(0, 0)]*len(slots)]
+    probes = [ShiftedCache(d) for d in shifts or [(0, 0)]*len(slots)]
     for s,p in zip(slots, probes):
         if s.member is None: caches[s.entry] = p
         else: caches[s.entry] = CacheList(*[p if j==s.member else o for j,o in enumerate(caches[s.entry].caches)])

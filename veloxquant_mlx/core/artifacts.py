@@ -94,6 +94,7 @@ class FileArtifactStore(ArtifactStore):
         arrays = mx.load(str(path))
         if content_hash(arrays)!=m['hash']: raise ArtifactError(f'store: {path} is damaged: its content does not have the hash of its manifest')
         return arrays
-    def keys(self)->list:
+    def keys(self, method:str='' # of this method only
+    )->list:
         "Keys of all artifacts, sorted"
-        return sorted(read_manifest(p)['key'] for p in self.root.rglob('*.safetensors') if not p.name.startswith('.'))
+        return sorted(read_manifest(p)['key'] for p in (self.root/method).rglob('*.safetensors') if not p.name.startswith('.'))

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, create_attention_mask
 from ..core.abstractions import CacheEvent
+from ..core.artifacts import ArtifactError
 from ..core.errors import *
 from .hook import *
 from .layer_config import *
@@ -39,8 +40,12 @@ class CompressedCache(KVCache):
     bit_widths = () # its legal values
     version = 1 # of the saved form
     meta_state = '' # older versions of mlx-lm keep it beside the state
+    ranks_nan = False # NaN and infinity are input with a meaning
     step = 256 # rows that buffers grow by
     first = 0 # position of the first stored row
+    takes_latents = True # can store what an absorbed MLA layer passes for keys and values
+    artifact_options = None # options that an artifact of the method belongs to; None: the method loads none for a model
+    reads_store = False # a store acts in another way
     to_quantized, merge = Hidden(), Hidden()
 
 # %% ../../nbs/engine/base.ipynb #77a956e6
@@ -53,6 +58,9 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self.layer = self.rope = None # index and `RopeParams`, if the model is known
     self.rope_unknown = self.keep_live = self.head_dim_known = False
     self.model = 'the model'
+    self.model_id = None # of its weights, if there is a store
+    self.artifact = '' if self.config.store is None or self.reads_store or self.artifact_options is not None else 'unused, the method has no artifacts' # what became of the store
+    self.artifact_shape, self.adopted = None, {} # of an artifact that was found: (H, D, D_v), and its arrays until they are the method's own
     self._handles, self._kept, self._attended = None, None, True
     self._before = 0 # tokens seen before the current call
     self._open, self._expected, self._closes = True, 0, False # prompt clock: a prompt is open, tokens that are announced, the current call ends it
@@ -101,6 +109,11 @@ def bind(self:CompressedCache, layer:int, # index in the model's cache list
     self.layer, self.rope, self.rope_unknown, self.keep_live, self.model = layer, rope, rope_unknown, keep_live, model
     if head_dim: self.config = layer_config(self.config, head_dim=head_dim)
     self.head_dim_known = head_dim is not None
+@patch(cls_method=True)
+def link(cls:CompressedCache, caches:list, # those of a model, in the order of layers
+    slots:list, # of the whole model
+    model # the text model
+): "Let the caches of a model know each other; nothing, unless layers act together"
 
 # %% ../../nbs/engine/base.ipynb #b7c926f4
 @patch(cls_method=True)
@@ -108,15 +121,39 @@ def layer_fields(cls:CompressedCache, width:int # an element of a per-layer list
 )->dict: # field → value
     "What one element of a per-layer list of widths replaces"
     return {cls.bit_field: width}
+@patch(cls_method=True)
+def width_fields(cls:CompressedCache, width:int, dim:int)->dict: # D of the layer
+    "As `layer_fields`, for a method where it depends on the head dimension"
+    return cls.layer_fields(width)
+@patch(as_prop=True)
+def width(self:CompressedCache):
+    "The layer's code width, of methods that take a list of them"
+    return getattr(self.config, self.bit_field)
+
+# %% ../../nbs/engine/base.ipynb #bdfcb067
+@patch
+def adopt(self:CompressedCache, arrays:dict, # of this layer: name → array
+    shape:tuple, # H, D, D_v of its rows
+    key:str # of the artifact
+):
+    "Use what was computed ahead of time"
+    self.adopted, self.artifact_shape, self.artifact = dict(arrays), tuple(shape), key
+@patch
+def check_store(self:CompressedCache, shape:tuple): # (B, H, D, D_v) of the first rows
+    "Raise unless calibrated arrays fit the rows, and a store has been asked"
+    if self.artifact_shape and tuple(self.artifact_shape)!=shape[1:]: raise ArtifactError(f"store: {self.artifact} was made for (H, D, D_v) = {tuple(self.artifact_shape)} (got {shape[1:]})")
+    if self.config.store is not None and self.artifact_options is not None and not self.artifact:
+        raise QuantizerConfigError(f"store must be used by KVCacheBuilder.for_model, which knows the model and the layer (got {type(self.config.store).__name__})")
 
 # %% ../../nbs/engine/base.ipynb #ccdbe623
 @patch
 def details(self:CompressedCache)->str:
     "Head dimension, code width and options that differ from their defaults, in a line"
     c, shown = self.config, ('head_dim', 'bit_width_inlier', self.bit_field)
-    width = [f"{getattr(c, self.bit_field)} bits"] if self.bit_field else []
+    width = [f"{self.width:g} bits"] if self.bit_field else []
     dim = [f"head_dim {c.head_dim}"] if self.head_dim_known or self.shape else []
-    return ', '.join([*dim, *width, *(f"{k}={plain_value(v)}" for k,v in changed_fields(c).items() if k not in shown)]) or 'default options'
+    store = [f'store: {self.artifact}'] if self.artifact else []
+    return ', '.join([*dim, *width, *(f"{k}={plain_value(v)}" for k,v in changed_fields(c).items() if k not in shown), *store]) or 'default options'
 
 # %% ../../nbs/engine/base.ipynb #158b69b0
 @patch
@@ -132,10 +169,19 @@ def check_update(self:CompressedCache, keys:mx.array, # (B, H, L, D)
     if self.source_dtype and keys.dtype!=self.source_dtype: raise ValueError(f"{name}: the cache was begun in {self.source_dtype} (got {keys.dtype})")
     if keys.dtype not in FLOATS or values.dtype!=keys.dtype: raise ValueError(f"{name}: keys and values must have one floating-point dtype (got {keys.dtype} and {values.dtype})")
     c = self.config
-    if not self.shape and c.head_dim!=k[3]: layer_config(c, head_dim=k[3]) # rules that join options with the head dimension
-    if c.capacity and self.offset+k[2]>c.capacity: raise ValueError(f"capacity must be >= the tokens of a layer, {self.offset+k[2]} (got {c.capacity})")
-    if self.kernels and k[2]==1: return # asking a GPU whether rows are finite would wait for it at every step and layer
+    if not self.shape:
+        self.check_store(got)
+        if c.head_dim!=k[3]: layer_config(c, head_dim=k[3]) # rules that join options with the head dimension
+    self.check_room(k[2])
+    if self.ranks_nan or (self.kernels and k[2]==1): return # asking a GPU whether rows are finite would wait for it at every step and layer
     if not (mx.isfinite(keys).all() & mx.isfinite(values).all()).item(): raise ValueError(f"{name}: keys or values at positions {self.offset} to {self.offset+k[2]-1} are not finite")
+
+# %% ../../nbs/engine/base.ipynb #4e0bbdbb
+@patch
+def check_room(self:CompressedCache, L:int): # new tokens
+    "Raise `ValueError` if they would exceed `capacity`"
+    c, n = self.config.capacity, self.offset+L
+    if c and n>c: raise ValueError(f"capacity must be >= the tokens of a layer, {n} (got {c})")
 
 # %% ../../nbs/engine/base.ipynb #87ad23b8
 @patch
@@ -230,7 +276,7 @@ def attend(self:CompressedCache, queries:mx.array, # (B, H_q, L, D)
     sinks:mx.array=None # (H_q,) extra logits
 )->mx.array: # (B, H_q, L, D_v) in the queries' dtype
     "Softmax attention over the stored rows"
-    out = self.attention(queries, scale, mask, sinks).astype(queries.dtype)
+    out = cast_finite(self.attention(queries, scale, mask, sinks), queries.dtype)
     if not self._attended:
         self.watch(queries, scale, mask, sinks)
         self._attended = self._due = True
@@ -262,7 +308,7 @@ def left_padding(self:CompressedCache, n):
 
 # %% ../../nbs/engine/base.ipynb #fbcf0253
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
-LAYER_FACTS = ('layer', 'rope_unknown', 'keep_live', 'head_dim_known', 'model')
+LAYER_FACTS = ('layer', 'rope_unknown', 'keep_live', 'head_dim_known', 'model', 'artifact', 'artifact_shape')
 
 # %% ../../nbs/engine/base.ipynb #2c21fc43
 @patch
@@ -279,8 +325,8 @@ def state(self:CompressedCache)->list:
     "A flat list of arrays from which the cache can be rebuilt"
     self.commit()
     self._kept = None
-    about = dict(config=config_json(self.config), rope=self.rope and vars(self.rope), **{n: getattr(self, n) for n in LAYER_FACTS})
-    return [self.header(), mx.array(np.frombuffer(json.dumps(about).encode(), np.uint8)), *self.payload()]
+    about = dict(config=config_json(self.config), rope=self.rope and vars(self.rope), adopted=list(self.adopted), **{n: getattr(self, n) for n in LAYER_FACTS})
+    return [self.header(), mx.array(np.frombuffer(json.dumps(about).encode(), np.uint8)), *self.adopted.values(), *self.payload()]
 
 # %% ../../nbs/engine/base.ipynb #bcf69f4f
 @patch(cls_method=True)
@@ -303,7 +349,9 @@ def _load(self:CompressedCache, state):
     self.source_dtype = FLOATS[rest[4]] if rest[4]>=0 else None
     self._open, self._expected = bool(rest[5]), rest[6]
     self._before = self.offset
-    self.restore(list(state[2:]), rest[7:])
+    names = json.loads(bytes(np.array(state[1])))['adopted']
+    self.adopted, arrays = dict(zip(names, state[2:])), list(state[2+len(names):])
+    self.restore(arrays, rest[7:])
 
 # %% ../../nbs/engine/base.ipynb #b479a2a0
 @patch(set_prop=True)

@@ -40,6 +40,8 @@ class LayerConfig:
         for cls in (CacheSettings, m.options):
             vars(self).update(vars(cls(**{f.name: left.pop(f.name) for f in dataclasses.fields(cls) if f.name in left})))
         if left: raise QuantizerConfigError(f"{next(iter(left))} must be a field that {method} has (got {next(iter(left.values()))!r})")
+        for n,v in vars(self).items():
+            if isinstance(v, PerLayer): raise QuantizerConfigError(f"{n} must be the value of one cache, a list is for KVCacheBuilder.for_model (got a list of {len(v)})")
         check_widths(m, self.bit_width_inlier)
         m.cache_class.check_config(self)
     def __deepcopy__(self, memo): return self
@@ -56,7 +58,7 @@ def layer_config(config, # an object with a config's fields: `KVCacheConfig` or 
 def changed_fields(config:LayerConfig)->dict: # field → value
     "The fields that differ from their defaults, without stores and observers"
     base = vars(LayerConfig(config.method, {}))
-    same = lambda a,b: a is b or (type(a) is type(b) and a==b)
+    same = lambda a,b: a is b or (type(a) is type(b) and same_value(a, b))
     return {k: v for k,v in vars(config).items() if k not in ('store', 'observers') and not same(v, base[k])}
 
 # %% ../../nbs/engine/layer_config.ipynb #6f4c81aa

@@ -59,10 +59,16 @@ def details(self:QuantizedCache)->str:
 @patch
 def store(self:QuantizedCache, keys:mx.array, values:mx.array):
     "Append to both streams; a method that needs queries packs after the attention"
-    if self.keys_stream is None: self.keys_stream, self.values_stream = self.new_streams(keys.shape[-1], values.shape[-1])
+    if self.keys_stream is None:
+        self.keys_stream, self.values_stream = self.new_streams(keys.shape[-1], values.shape[-1])
+        if self.adopted: self.place(keys.shape[0])
     dtype = self.config.dtype or keys.dtype
     for stream, rows in ((self.keys_stream, keys), (self.values_stream, values)): stream.append(cast_finite(rows, dtype), flush=False)
     if not self.needs_queries: self.flush()
+
+# %% ../../nbs/engine/quantized.ipynb #2f361b21
+@patch
+def place(self:QuantizedCache, n:int): "Hand `adopted` arrays to the codecs, for n sequences; nothing, unless a method has some" # B
 
 # %% ../../nbs/engine/quantized.ipynb #6189fd77
 @patch
@@ -116,6 +122,13 @@ def attention(self:QuantizedCache, queries:mx.array, scale:float, mask, sinks)->
     lo = self.first if window is None else max(self.first, self.offset-L-window+1, 0)
     mask = resolve_mask(mask, L, self.offset, lo, window, held=self.first)
     if self.no_kernel is None and (live is None or c.fused_sdpa is not False): return self._fused(queries, scale, mask, sinks, lo, live)
+    return self.unfused(queries, scale, mask, sinks, lo, live)
+@patch
+def unfused(self:QuantizedCache, queries, scale, mask, sinks, lo:int, # first position that is read
+    live # rows of the call, or None
+)->mx.array:
+    "Attention by array operations"
+    c = self.config
     q = self._by_kv_head(self.keys_stream.codec.query_basis, queries)
     if live is not None and (c.fused_sdpa or c.fused_sdpa_memory_bound):
         out = attend_tiles(q, self._tiles(lo, live), scale, mask, sinks, n=self.offset-lo)
@@ -123,6 +136,10 @@ def attention(self:QuantizedCache, queries:mx.array, scale:float, mask, sinks)->
     return self._by_kv_head(self.values_stream.codec.from_basis, out)
 
 # %% ../../nbs/engine/quantized.ipynb #5abe408f
+@patch
+def read_packed(self:QuantizedCache, q, scale, mask, sinks, lo, hi, dtype)->tuple: # as `decode_attention`
+    "Attention over positions lo to hi by the kernel; q is in the keys' basis"
+    return decode_attention(q, self.keys_stream.side(q.shape[-1]), self.values_stream.side(self.shape[3]), scale, mask, sinks, lo, hi, self.offset, dtype)
 @patch
 def _fused(self:QuantizedCache, queries, scale, mask, sinks, lo, live)->mx.array:
     "Attention by kernels"
@@ -133,7 +150,7 @@ def _fused(self:QuantizedCache, queries, scale, mask, sinks, lo, live)->mx.array
     D, D_v, T, hi = q.shape[-1], self.shape[3], self.offset, self.offset if live is None else self._before
     part = lambda a, b: mask[..., a-lo:b-lo] if isinstance(mask, mx.array) else None
     dtype = queries.dtype if live is None and not own_basis else mx.float32
-    old = lambda sinks: decode_attention(q, self.keys_stream.side(D), self.values_stream.side(D_v), scale, part(lo, hi), sinks, lo, hi, T, dtype)
+    old = lambda sinks: self.read_packed(q, scale, part(lo, hi), sinks, lo, hi, dtype)
     if live is None: out = old(sinks)[0]
     else:
         rows = [c.exact(x) for c,x in zip((k, v), live)]
@@ -213,9 +230,9 @@ def cut(self:QuantizedCache, n:int):
 def nbytes(self:QuantizedCache)->int:
     "Allocated bytes of all arrays"
     self.commit()
-    return sum(s.nbytes for s in (self.keys_stream, self.values_stream) if s)
+    return sum(s.nbytes for s in (self.keys_stream, self.values_stream) if s)+sum(a.nbytes for a in self.adopted.values())
 @patch(as_prop=True)
 def used_nbytes(self:QuantizedCache)->int:
     "Bytes without slack"
     self.commit()
-    return sum(s.used_nbytes for s in (self.keys_stream, self.values_stream) if s)
+    return sum(s.used_nbytes for s in (self.keys_stream, self.values_stream) if s)+sum(a.nbytes for a in self.adopted.values())

@@ -30,6 +30,7 @@ class SplitCodec(Codec):
     def tables(self): return () if self.ids is None else (self.ids,)
     @tables.setter
     def tables(self, arrays): self.ids = arrays[0] if arrays else None
+    def seeded(self): return {f'{s}_{n}': a for s,p in zip(('in', 'out'), self.parts) for n,a in p.seeded().items()}
 
 # %% ../../nbs/engine/split.ipynb #c9a9d210
 @patch

@@ -75,6 +75,8 @@ class Codec:
         start:int, # position of the first
         m:int # how many of them are about to be encoded
     ): "Fit what `encode` is going to need, if it is not there yet"
+    def seeded(self)->dict: return {} # tables drawn from a seed or known from theory: name → array
+    def unfit(self): self.tables = () # tokens that tables were fitted to are gone
     def forget(self, n:int): "The first n tokens behind the sinks were freed: tables that only they needed may go"
     def encode(self, rows:mx.array, # (B, H, m, D) whole blocks
         start:int # position of the first
@@ -218,7 +220,7 @@ def trim(self:Stream, n:int, # tokens to keep, counted from the start of the seq
     self.tail = cast_finite(self.codec.from_basis(self._decode(border, keep)), dtype) if border<keep else self.tail[..., :0, :]
     for o,(p,q) in zip(self.packed, self.rates): o.cut(0, (border-self.dropped)*p//q)
     self.n_packed = border
-    if not border and keep<self.codec.n_fit: self.codec.tables = () # fitted on tokens that are gone
+    if not border and keep<self.codec.n_fit: self.codec.unfit()
 
 # %% ../../nbs/engine/stream.ipynb #f1597c3e
 @patch

@@ -1,6 +1,6 @@
 """One row a cache: quality, needle, bytes, time.
 
-The measurements of this package side by side. Every cache reads the same text, looks for the same needle and takes turns with the plain cache at decoding; the plain cache is the first row, and differences are taken from it. Bytes are counted three ways: all arrays that are held, slack included; the same without slack; and what the method's formula says. Shares are of the float16 keys and values of the same tokens.
+The measurements of this package side by side. Every cache reads the same text, looks for the same needle and takes turns with the plain cache at decoding; the plain cache is the first row, and differences are taken from it. Bytes are counted three ways: all arrays that are held, slack included; the same without slack; and what the method's formula says. A stored form, where a method has one, is a fourth number. Shares are of the float16 keys and values of the same tokens.
 
 Docs: https://example.github.io/veloxquant_mlx/evaluate/compare.html.md"""
 
@@ -22,7 +22,7 @@ from ..config.select import key_rows
 from ..core.errors import *
 from ..core.fields import *
 from .corpus import corpus_tokens
-from .memory import memory_report
+from .memory import memory_report, stored_bytes
 from .needle import needle_found
 from .quality import continuation_nll
 from .speed import decode_ratio
@@ -57,10 +57,13 @@ class Comparison:
     fraction:float # held / fp16
     step_ms:float|None # median decode step; None: not timed
     step_ratio:float|None # against the plain cache in the same run
+    stored:int|None=None # bytes of the stored form, encoded after the text; None if there is none
 
     @property
     def ratio(self)->float: return self.fp16/self.held if self.held else 0.
-    def as_dict(self)->dict: return dataclasses.asdict(self)|dict(ratio=self.ratio)
+    @property
+    def stored_ratio(self)->float|None: return self.fp16/self.stored if self.stored else None
+    def as_dict(self)->dict: return dataclasses.asdict(self)|dict(ratio=self.ratio, stored_ratio=self.stored_ratio)
 
 # %% ../../nbs/evaluate/compare.ipynb #37fa33a6
 def formula_bytes(caches:list # one entry a layer
@@ -96,13 +99,14 @@ def compare_one(model, tokenizer,
     m, cache = measure, make()
     nll = continuation_nll(model, corpus_tokens(tokenizer, m.tokens), cache, m.prefill, m.chunk, progress=progress).nll
     size, formula = memory_report(cache), formula_bytes(cache)
+    stored = stored_bytes(cache, encode=True)
     del cache # not beside those of the next measurements
     found = needle_found(model, tokenizer, make, m.needle_context, progress=progress).found if m.needle_context else None
     ms, ratio = None, None
     if m.speed_context and base:
         speed = decode_ratio(model, corpus_tokens(tokenizer, m.speed_context+1), make, m.speed_context, m.steps, progress=progress)
         ms, ratio = speed.seconds*1e3, speed.ratio
-    return Comparison(name, nll, nll-base.nll if base else 0., found, size.held, size.used, formula, size.fp16, size.fraction, ms, ratio)
+    return Comparison(name, nll, nll-base.nll if base else 0., found, size.held, size.used, formula, size.fp16, size.fraction, ms, ratio, stored)
 
 # %% ../../nbs/evaluate/compare.ipynb #e6708bf7
 def compare(model, tokenizer,
@@ -130,7 +134,7 @@ def size_text(n:float # bytes
 # %% ../../nbs/evaluate/compare.ipynb #0891219e
 class ComparisonReport(list):
     "Rows of `compare`, shown as a table"
-    columns = ('cache', 'NLL', 'change', 'needle', 'bytes', 'ratio', 'held', 'used', 'formula', 'step')
+    columns = ('cache', 'NLL', 'change', 'needle', 'bytes', 'ratio', 'held', 'used', 'formula', 'stored', 'step')
     def __init__(self, rows, # of `Comparison`
         **setting # how they were measured
     ):
@@ -150,7 +154,7 @@ class ComparisonReport(list):
 def cells(self:ComparisonReport, r:Comparison)->tuple: # one text per column
     "A row of the table in words"
     needle = {True: 'found', False: 'lost', None: '–'}[r.needle]
-    shares = ['–' if n is None else f'{n/r.fp16:.1%}' for n in (r.held, r.used, r.formula)]
+    shares = ['–' if n is None else f'{n/r.fp16:.1%}' for n in (r.held, r.used, r.formula, r.stored)]
     step = '–' if r.step_ratio is None else f'{r.step_ratio:.2f}'
     return r.name, f'{r.nll:.3f}', f'{r.nll_change:+.3f}', needle, size_text(r.held), f'{r.ratio:.2f}', *shares, step
 
@@ -161,6 +165,7 @@ def note(self:ComparisonReport)->str:
     s = self.setting
     text = f"NLL in nats a token: {s['tokens']:,} tokens of text, the first {s['prefill']:,} in one call, the others {s['chunk']} at a time."
     text += f" Ratio and shares are against float16 keys and values, {size_text(self[0].fp16)}; held counts all arrays, used leaves out slack, formula is the method's own."
+    if any(r.stored for r in self): text += " Stored: the bytes of the form that is saved, of methods that have one; nothing can read it before it is decoded."
     if s['computes_in']!=s['exact_rows']: text += f" The model computes in {s['computes_in']}: the plain cache holds that, compressed caches keep exact rows in {s['exact_rows']}."
     if s['speed_context']: text += f" Step: the median of {s['steps']} at {s['speed_context']:,} tokens; the plain cache's, measured in turns, is 1."
     return text

@@ -24,6 +24,7 @@ class Array:
     per:str='head' # 'head': (B, H, n, width), 'batch': (B, n, width), 'all': (n, width)
     itemsize:int=2 # bytes of an element
     by_token:bool=True # one row a token
+    stretch:tuple=() # tokens of a block and elements that they share, if these lie together
 
 # %% ../../nbs/kernels/snippets.ipynb #19ff3e8b
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerToken {
 """
 
 # %% ../../nbs/kernels/snippets.ipynb #054adfe1
-def affine_arrays(n_bits, dim, width, by_token=True)->tuple:
+def affine_arrays(n_bits, dim, width, tokens=1)->tuple: # tokens: those that share a scale
     "Codes, scale and zero"
-    return Array('codes', n_words(dim, n_bits), itemsize=4), Array('scale', width, by_token=by_token), Array('zero', width, by_token=by_token)
+    return Array('codes', n_words(dim, n_bits), itemsize=4), *(Array(o, width, by_token=tokens==1, stretch=(tokens, width)) for o in ('scale', 'zero'))
 
 # %% ../../nbs/kernels/snippets.ipynb #eb0eb025
 @functools.cache
@@ -153,9 +154,15 @@ def per_token(n_bits:int, # code width b
 PER_CHANNEL = r"""
 template<int BITS, int GROUP, int DIM, int N, int SIDE> struct PerChannel {
   PairCodes<BITS, DIM, N, SIDE> c; uint s[N], z[N];
+  template<class S> static FN void pairs_of(S a, S b, int j, thread uint (&x)[N]) { // eight numbers of each, sixteen bytes at a time
+    const uint4 u = load_half8(a, j), v = load_half8(b, j); const int e = N % 8 ? 0 : j;
+    x[e] = low_halves(u.x, v.x); x[e + 1 < N ? e + 1 : 0] = high_halves(u.x, v.x); x[e + 2 < N ? e + 2 : 0] = low_halves(u.y, v.y); x[e + 3 < N ? e + 3 : 0] = high_halves(u.y, v.y);
+    x[e + 4 < N ? e + 4 : 0] = low_halves(u.z, v.z); x[e + 5 < N ? e + 5 : 0] = high_halves(u.z, v.z); x[e + 6 < N ? e + 6 : 0] = low_halves(u.w, v.w); x[e + 7 < N ? e + 7 : 0] = high_halves(u.w, v.w);
+  }
   template<class W, class S, class Z, class T> FN void begin(W words, S scale, Z zero, T table, int channel, int thread_index) {}
   template<class W, class S, class Z> FN void unit(W words, S scale, Z zero, int row, int channel) {
-    const uint a = (uint)(row / GROUP * DIM + channel), b = a + (SIDE ? 0 : DIM / 2);
+    const uint a = (uint)row / GROUP * DIM + channel, b = a + (SIDE ? 0 : DIM / 2);
+    if (N % 8 == 0) { UNROLL for (int j = 0; j < N; j += 8) { pairs_of(scale + a, scale + b, j, s); pairs_of(zero + a, zero + b, j, z); } return; }
     UNROLL for (int j = 0; j < N; j += 2) {
       if (N % 2 == 0) {
         const uint sa = load_half2(scale, a + j), sb = load_half2(scale, b + j), za = load_half2(zero, a + j), zb = load_half2(zero, b + j);
@@ -176,7 +183,7 @@ def per_channel(n_bits:int, # code width b
     dim:int # D
 )->Snippet:
     "Snippet of `ops.affine.quantize_per_channel`"
-    return Snippet(affine_arrays(n_bits, dim, dim, False), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16, heavy=True)
+    return Snippet(affine_arrays(n_bits, dim, dim, group_size), (PAIR_CODES, PER_CHANNEL), f'PerChannel<{n_bits}, {group_size}, {{dim}}, {{n}}, {{side}}>', unit=32 if group_size%32==0 else 16, heavy=True)
 
 # %% ../../nbs/kernels/snippets.ipynb #c1c78d88
 LEVELS = r"""

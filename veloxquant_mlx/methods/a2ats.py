@@ -12,7 +12,7 @@ Docs: https://example.github.io/veloxquant_mlx/methods/a2ats.html.md"""
 __all__ = ['N_SINK', 'ROPE_TYPES', 'ARRAYS', 'CALIBRATED', 'far_queries', 'metric', 'metric_table', 'into_metric',
            'queries_into_metric', 'pieces', 'key_codes', 'fit_codebook', 'lut_scores', 'choose_rows', 'listed',
            'take_rows', 'QueryMoments', 'A2ATSOptions', 'as_numpy', 'scaled_rope', 'rope_type', 'A2ATSCache',
-           'IndexedRows', 'calibrate_a2ats', 'calibrated_options']
+           'IndexedRows', 'calibrate_a2ats']
 
 # %% ../../nbs/methods/a2ats.ipynb #d65a9396
 import math
@@ -26,6 +26,7 @@ from ..core.errors import *
 from ..core.fields import *
 from ..engine.attention import *
 from ..engine.base import *
+from ..engine.calibrate import *
 from ..engine.codecs import *
 from ..engine.layer_config import *
 from ..engine.layers import *
@@ -200,7 +201,7 @@ class A2ATSOptions(Options):
     a2ats_retrieval_fraction:float = opt(.2, "tokens that a query head retrieves, of all, $f$; 0: sinks and window only, 1: full attention", ge=0, le=1)
     a2ats_rope_base:float = opt(10000., "base of RoPE, where the layer's own is not known", gt=0)
     a2ats_rope_scaling:Any = opt(None, "scaling of RoPE as in a model's configuration, where the layer's own is not known")
-    a2ats_query_h:Any = opt(None, r"metric $\mathbf H$: (D, D), (H, D, D) or (d, d) for all pieces; or a list, an element for each entry of the model's cache list")
+    a2ats_query_h:Any = opt(None, r"metric $\mathbf H$: (D, D), (H, D, D) or (d, d) for all pieces; or a list, an element for each layer that has attention")
     a2ats_codebook:Any = opt(None, r"codewords in the metric: ($2^\beta$, d) or (H, D/d, $2^\beta$, d); or a list as above; None: fitted to the prompt")
 
 # %% ../../nbs/methods/a2ats.ipynb #aed9a2f7
@@ -237,18 +238,16 @@ def scaled_rope(dims:int, # D
 # %% ../../nbs/methods/a2ats.ipynb #bd284ae2
 @patch
 def check(self:A2ATSOptions):
-    h, book, scaling, layers = self.a2ats_query_h, self.a2ats_codebook, self.a2ats_rope_scaling, lambda x: x if isinstance(x, list) else [x]
+    checked = lambda check: lambda x: (check(x), x)[1] # kept as it is
+    self.a2ats_query_h = h = per_layer('a2ats_query_h', self.a2ats_query_h, checked(_check_metric))
+    self.a2ats_codebook = book = per_layer('a2ats_codebook', self.a2ats_codebook, checked(lambda x: _check_codebook(x, self.a2ats_codebook_bits, self.a2ats_sub_dim)))
+    scaling = self.a2ats_rope_scaling
     if self.a2ats_b<self.a2ats_window: raise QuantizerConfigError(f"a2ats_b must be >= a2ats_window, {self.a2ats_window} (got {self.a2ats_b})")
     if scaling is not None:
         if not isinstance(scaling, dict) or not isinstance(rope_type(scaling), str): raise QuantizerConfigError(f"a2ats_rope_scaling must be None or a dict with a type (got {scaling!r})")
         if rope_type(scaling) in ROPE_TYPES: scaled_rope(64, self.a2ats_rope_base, scaling)
-    for x in layers(h):
-        if x is not None: _check_metric(x)
-    for x in layers(book):
-        if x is not None: _check_codebook(x, self.a2ats_codebook_bits, self.a2ats_sub_dim)
     if book is not None and h is None and self.a2ats_use_query_aware: raise QuantizerConfigError("a2ats_query_h must be given with a2ats_codebook, whose codewords lie in its metric (got None); Euclid's is a2ats_use_query_aware=False")
     if h is not None and not self.a2ats_use_query_aware: raise QuantizerConfigError("a2ats_query_h must be None without a2ats_use_query_aware (got an array)")
-    if isinstance(h, list) and isinstance(book, list) and len(h)!=len(book): raise QuantizerConfigError(f"a2ats_query_h must have as many layers as a2ats_codebook, {len(book)} (got {len(h)})")
 def rope_type(scaling:dict): return scaling.get('type', scaling.get('rope_type', 'default')) # by either name
 
 # %% ../../nbs/methods/a2ats.ipynb #8cc8a382
@@ -267,10 +266,10 @@ def check_config(cls:A2ATSCache, config):
     c, D, d = config, config.head_dim, config.a2ats_sub_dim
     if D%2: raise QuantizerConfigError(f"head_dim must be even for a2ats (got {D})")
     if D%d: raise QuantizerConfigError(f"a2ats_sub_dim must divide head_dim, {D} (got {d})")
-    if c.store is not None: raise QuantizerConfigError(f"store must be None: calibrated arrays are given to a2ats as a2ats_query_h and a2ats_codebook (got {type(c.store).__name__})")
-    for name in ARRAYS:
-        x = getattr(c, name)
-        if x is not None and not isinstance(x, list): _check_dim(name, x.shape, D, d)
+    given = [n for n in ARRAYS if getattr(c, n) is not None]
+    if c.store is not None and given: raise QuantizerConfigError(f"store must be None if arrays are given, here {', '.join(given)} (got {type(c.store).__name__})")
+    for name in given:
+        if not isinstance(getattr(c, name), PerLayer): _check_dim(name, getattr(c, name).shape, D, d)
 def _check_dim(name, shape, D, d, H=None):
     "Raise unless a given array fits the head dimension, and the heads if they are known"
     if name=='a2ats_query_h': fits, rule = shape[-1]==D or tuple(shape)==(d, d), f"({D}, {D}), (H, {D}, {D}) or ({d}, {d})"
@@ -287,11 +286,8 @@ def __init__(self:A2ATSCache, config):
     self.given = False # the codebook was given
     self.moments = None # `QueryMoments` while a metric is being estimated
     self.n_query_heads = 0 # H_q, after the first attention
-    self._layers = None # a list of arrays from which `bind` takes this layer's
-    c = self.config
-    if any(isinstance(getattr(c, n), list) for n in ARRAYS): self._layers = {n: getattr(c, n) for n in ARRAYS}
-    else: self._take(*(getattr(c, n) for n in ARRAYS))
-    self.config = layer_config(c, **dict.fromkeys(ARRAYS))
+    self._take(*(getattr(self.config, n) for n in ARRAYS))
+    self.config = layer_config(self.config, **dict.fromkeys(ARRAYS))
 
 # %% ../../nbs/methods/a2ats.ipynb #83bd86c4
 @patch
@@ -300,20 +296,14 @@ def _take(self:A2ATSCache, H, codebook):
     c = self.config
     if H is not None: self.table = metric_table(metric(as_numpy(H)))
     if codebook is not None: self.given, self.codebook = True, cast_finite(mx.array(as_numpy(codebook)))
-    elif c.a2ats_use_query_aware and H is None: self.moments = QueryMoments()
+    self.moments = QueryMoments() if c.a2ats_use_query_aware and H is None and codebook is None else None
 
 # %% ../../nbs/methods/a2ats.ipynb #aedc3100
 @patch
-def bind(self:A2ATSCache, layer:int, *args, **kwargs):
-    "As the base; of lists of arrays, take this layer's"
-    super(A2ATSCache, self).bind(layer, *args, **kwargs)
-    if self._layers is None: return
-    for n,x in self._layers.items():
-        if isinstance(x, list) and layer>=len(x): raise QuantizerConfigError(f"{n} must have an element for each entry of the model's cache list, the last one included (got {len(x)} for entry {layer})")
-    own = {n: x[layer] if isinstance(x, list) else x for n,x in self._layers.items()}
-    if self.head_dim_known: layer_config(self.config, **own) # rules that join them with the head dimension
-    self._layers = None
-    self._take(*(own[n] for n in ARRAYS))
+def adopt(self:A2ATSCache, arrays:dict, shape:tuple, key:str):
+    "A calibrated codebook is a given one"
+    super(A2ATSCache, self).adopt({}, shape, key)
+    self._take(arrays['query_h'] if self.config.a2ats_use_query_aware else None, arrays['codebook'])
 
 # %% ../../nbs/methods/a2ats.ipynb #d3b25b51
 @patch
@@ -321,7 +311,6 @@ def check_update(self:A2ATSCache, keys:mx.array, values:mx.array):
     "As the base, and before the first row whether given arrays fit and RoPE is known"
     super(A2ATSCache, self).check_update(keys, values)
     if self.shape: return
-    if self._layers is not None: raise QuantizerConfigError(f"{ARRAYS[1]} and {ARRAYS[0]} must be arrays for one cache, lists are for KVCacheBuilder.for_model (got lists)")
     H, D, d = keys.shape[1], keys.shape[3], self.config.a2ats_sub_dim
     for n,x in zip(ARRAYS, (self.table, self.codebook)):
         if x is not None: _check_dim(n, x.shape, D, d, H)
@@ -525,19 +514,15 @@ def formula_nbytes(self:A2ATSCache, T:int)->float:
 
 # %% ../../nbs/methods/a2ats.ipynb #7d00d400
 CALIBRATED = ('a2ats_codebook_bits', 'a2ats_sub_dim', 'a2ats_b', 'a2ats_use_query_aware') # options that codewords belong to
+A2ATSCache.artifact_options = CALIBRATED
 
 # %% ../../nbs/methods/a2ats.ipynb #8a5192c0
 def _probes(lm, options, n)->dict: # entry → cache; and the cache list
     "Caches that stay in their prompt, of a model's layers that can have them"
-    caches, slots = cache_slots(lm, needs_queries=True)
     fields = {f: getattr(options, f) for f in (*CALIBRATED, 'a2ats_window', 'a2ats_rope_base', 'a2ats_rope_scaling')}
-    for s in slots:
-        if s.reason or s.member is not None: continue
-        D = layer_head_dim(s.attention)
-        caches[s.entry] = c = A2ATSCache.of(**fields, **dict(head_dim=D) if D else {})
-        c.bind(s.entry, D, layer_rope(s.attention), rope_unknown(s.attention), asks_again(lm), type(lm).__module__)
-        c.expect_prompt(n+1)
-    return {i: c for i,c in enumerate(caches) if isinstance(c, A2ATSCache)}, caches
+    caches, ours = probe_layers(lm, lambda s: A2ATSCache.of(**fields, **dict(head_dim=D) if (D := layer_head_dim(s.attention)) else {}))
+    for c in ours.values(): c.expect_prompt(n+1)
+    return ours, caches
 
 # %% ../../nbs/methods/a2ats.ipynb #69a684a6
 def calibrate_a2ats(model, # of mlx-lm, or a VLM with `language_model`
@@ -549,37 +534,24 @@ def calibrate_a2ats(model, # of mlx-lm, or a VLM with `language_model`
     progress=iter # wraps the list of layers that are fitted after the pass
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Metrics and codebooks of every layer"
-    lm, o, sums, kept, every, n = text_model(model), options or A2ATSOptions(), {}, {}, 1, 0
+    lm, o, sums, kept, every, n, shapes = text_model(model), options or A2ATSOptions(), {}, {}, 1, 0, set()
     for tokens in sequences:
         ours, caches = _probes(lm, o, len(tokens))
         mx.eval(lm(mx.array(tokens)[None], cache=caches))
         for i,c in ours.items():
             if not c.offset: continue
-            (_, H, D, _), rope = c.shape, c._rope(c.shape[2])
+            (_, H, D, D_v), rope = c.shape, c._rope(c.shape[2])
+            shapes.add((H, D, D_v))
             if c.moments is not None: sums[i] = sums.get(i, 0)+c.moments.total(c.offset, H, rope, o.a2ats_b)[0]
             kept.setdefault(i, []).append(np.array(invert_rope(c.keys_stream.read(0, c.offset), rope, 0)[0, :, -n%every::every])) # positions of the whole text that `every` divides
         n += len(tokens)
         while n>n_kept*every: # twice as far apart from now on
             every *= 2
             kept = {i: [np.concatenate(rows, axis=1)[:, ::2]] for i,rows in kept.items()}
-    shapes = {rows[0].shape[::2] for rows in kept.values()}
-    if len(shapes)!=1: raise ValueError(f"model must have layers of one shape whose keys a KVCache holds (got {sorted(shapes)})")
-    (H, D), found = shapes.pop(), []
+    H, D, _ = shape = only_shape(shapes)
+    tables = {}
     for i in progress(list(kept)):
         h = metric(sums[i], o.a2ats_beta).astype(np.float32) if sums else np.broadcast_to(np.eye(D, dtype=np.float32), (H, D, D))
         z = into_metric(mx.array(np.concatenate(kept[i], axis=1)), metric_table(metric(h)))
-        found.append((mx.array(h), fit_codebook(np.array(z), o.a2ats_sub_dim, o.a2ats_codebook_bits, seed, n_iters, tol)))
-    query_h, codebook = map(mx.stack, zip(*found))
-    facts = dict(model=type(lm).__module__, n_layers=len(lm.layers), n_heads=H, head_dim=D, frame='pre', rows=n, seed=seed)
-    return dict(layers=mx.array(list(kept), mx.int32), query_h=query_h, codebook=codebook), facts|{f: getattr(o, f) for f in CALIBRATED}
-
-# %% ../../nbs/methods/a2ats.ipynb #00586c71
-def calibrated_options(arrays:dict, # from `calibrate_a2ats`, or a store
-    facts:dict, # that belong to them
-    **fields # further options
-)->A2ATSOptions:
-    "Options with calibrated metrics and codebooks"
-    at = {l: i for i,l in enumerate(arrays['layers'].tolist())}
-    given = {f: facts[f] for f in CALIBRATED}
-    names = dict(codebook='a2ats_codebook')|(dict(query_h='a2ats_query_h') if facts['a2ats_use_query_aware'] else {})
-    return A2ATSOptions(**given|{f: [arrays[n][at[l]] if l in at else None for l in range(max(at)+1)] for n,f in names.items()}|fields)
+        tables[i] = dict(query_h=h, codebook=fit_codebook(np.array(z), o.a2ats_sub_dim, o.a2ats_codebook_bits, seed, n_iters, tol))
+    return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, seed=seed, **{f: getattr(o, f) for f in CALIBRATED})

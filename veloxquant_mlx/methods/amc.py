@@ -10,8 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/amc.html.md"""
 
 # %% auto #0
 __all__ = ['NO_TOKEN', 'TIER_BITS', 'SYMMETRIC', 'magnitudes', 'cosines', 'token_saliency', 'rank_tokens', 'tier_sizes',
-           'adapted_threshold', 'tiers_of', 'energy_basis', 'tier_ranks', 'quantize_symmetric', 'dequantize_symmetric',
-           'AMCOptions', 'AMCCache', 'symmetric_snippet', 'turned']
+           'adapted_threshold', 'tiers_of', 'energy_basis', 'moment_basis', 'tier_ranks', 'quantize_symmetric',
+           'dequantize_symmetric', 'AMCOptions', 'AMCCache', 'calibrate_amc', 'symmetric_snippet', 'turned']
 
 # %% ../../nbs/methods/amc.ipynb #1654b254
 import functools, math
@@ -21,6 +21,8 @@ import numpy as np
 from fastcore.basics import patch
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.calibrate import *
+from ..engine.layers import *
 from ..engine.registry import *
 from ..engine.segments import *
 from ..kernels.attention import *
@@ -91,8 +93,11 @@ def energy_basis(rows:mx.array # (B, H, n, D)
 )->mx.array: # (B, H, D, D) fp16, columns are basis vectors
     "Orthogonal basis whose first coordinates have most of the energy"
     x = rows.astype(mx.float32)
-    _, U = mx.linalg.eigh(mx.swapaxes(x, -1, -2)@x/x.shape[2], stream=mx.cpu)
-    U = U[..., ::-1]
+    return moment_basis(mx.swapaxes(x, -1, -2)@x/x.shape[2])
+def moment_basis(moment:mx.array # (..., D, D) float32, mean of xᵀx
+)->mx.array: # (..., D, D) fp16
+    "The same from the rows' second moments"
+    U = mx.linalg.eigh(moment, stream=mx.cpu)[1][..., ::-1]
     largest = mx.take_along_axis(U, mx.argmax(mx.abs(U), axis=-2, keepdims=True), axis=-2)
     return (U*mx.where(largest<0, -1, 1)).astype(mx.float16)
 def tier_ranks(dim:int # D
@@ -145,12 +150,6 @@ class AMCCache(SegmentedCache):
     "Three tiers of tokens: exact, a third of the rank in 8 bits, a sixteenth in 4 bits"
     classes = (('positions', 'keys', 'values'), *(('positions', 'key_codes', 'key_scale', 'value_codes', 'value_scale'),)*2)
     apart = True
-
-# %% ../../nbs/methods/amc.ipynb #c0be2a8d
-@patch(cls_method=True)
-def check_config(cls:AMCCache, config): # a `KVCacheConfig` or `LayerConfig`
-    "Bases are fitted on the sequence"
-    if config.store is not None: raise QuantizerConfigError(f"store must be None: amc fits its bases on the sequence in this version (got {type(config.store).__name__})")
 
 # %% ../../nbs/methods/amc.ipynb #0abb6b89
 @patch
@@ -222,7 +221,7 @@ def decode(self:AMCCache, classes:list, whole:tuple, owner:list)->list:
 def _settle(self:AMCCache):
     "Forget what nothing needs any more"
     self.query = None
-    if not self.begins: self.bases = self.thresholds = None
+    if not self.begins: self.bases, self.thresholds = self.bases if self.artifact_shape else None, None
 @patch
 def commit(self:AMCCache):
     super(AMCCache, self).commit()
@@ -249,7 +248,7 @@ def restore(self:AMCCache, arrays:list, counts:list):
 @patch(as_prop=True)
 def nbytes(self:AMCCache)->int:
     "Allocated bytes of all arrays"
-    return super(AMCCache, self).nbytes+sum(o.nbytes for o in [*self.extra(), *self.watched()])
+    return super(AMCCache, self).nbytes+sum(o.nbytes for o in [*self.extra(), *self.watched(), *self.adopted.values()])
 
 # %% ../../nbs/methods/amc.ipynb #19005b9a
 @patch
@@ -272,7 +271,34 @@ def formula_nbytes(self:AMCCache, T:int)->float:
     lengths, n_exact = self.formula_lengths(T)
     sizes = self.sizes if T==self.offset else [tier_sizes(n, c.amc_k_high, c.amc_k_mid) for n in lengths]
     extra = 8*B if sizes and self.thresholds is not None else 0
-    return B*H*(sum(map(self.segment_bytes, sizes))+(self.basis_bytes if sizes else 0)+n_exact*self.exact_itemsize*(D+D_v))+extra
+    return B*H*(sum(map(self.segment_bytes, sizes))+(self.basis_bytes if sizes or self.artifact_shape else 0)+n_exact*self.exact_itemsize*(D+D_v))+extra
+
+# %% ../../nbs/methods/amc.ipynb #620215c8
+AMCCache.artifact_options = ()
+@patch
+def store(self:AMCCache, keys:mx.array, values:mx.array):
+    "As the family; calibrated bases serve all sequences of a batch"
+    if self.adopted:
+        self.bases = tuple(mx.contiguous(mx.broadcast_to(self.adopted[n], (keys.shape[0], *self.adopted[n].shape))) for n in ('key_basis', 'value_basis'))
+        self.adopted = {}
+    super(AMCCache, self).store(keys, values)
+
+# %% ../../nbs/methods/amc.ipynb #622435f2
+def calibrate_amc(model, # of mlx-lm, or a VLM with `language_model`
+    sequences, # lists of token ids; an iterable that shows progress if one is wanted
+    progress=iter # wraps the list of layers whose bases are found after the pass
+)->tuple: # arrays of the artifact, and facts that it belongs to
+    "Bases of every layer and KV head"
+    lm, sums, n, rows = text_model(model), {}, 0, {}
+    for tokens in sequences:
+        rows = prompt_rows(lm, tokens)
+        n += len(tokens)
+        for i,both in rows.items():
+            new = [np.swapaxes(x, -1, -2)@x for x in both]
+            sums[i] = [a+b for a,b in zip(sums[i], new)] if i in sums else new
+    shape = one_shape(rows)
+    tables = {i: {f'{side}_basis': moment_basis(mx.array(m/n)) for side,m in zip(('key', 'value'), sums[i])} for i in progress(list(sums))}
+    return layer_stack(tables, shape), model_facts(lm, shape, 'post', n)
 
 # %% ../../nbs/methods/amc.ipynb #b18ba408
 SYMMETRIC = PAIR_CODES.replace('int SIDE> struct PairCodes', 'int SIDE, int WORDS> struct RowCodes').replace('WORDS = (DIM * BITS + 31) / 32, ', '').replace(

@@ -12,12 +12,11 @@ Docs: https://example.github.io/veloxquant_mlx/methods/anchorkv.html.md"""
 __all__ = ['REST_WORDS', 'ANCHORS', 'project', 'along', 'smooth', 'random_ranks', 'choose_anchors', 'key_utility',
            'value_utility', 'n_anchors', 'base_nbytes', 'rest_nbytes', 'n_rests', 'turned', 'asymmetric', 'spread',
            'unspread', 'gaussian_levels', 'encode_rests', 'decode_rests', 'pool_mask', 'index_words', 'count_ones',
-           'find_rests', 'unrotate', 'AnchorKVOptions', 'AnchorKVCache', 'anchor_marks', 'anchor_kernel',
-           'angle_tables']
+           'find_rests', 'unrotate', 'AnchorKVOptions', 'AnchorKVCache', 'anchor_marks', 'anchor_kernel']
 
 # %% ../../nbs/methods/anchorkv.ipynb #a5596293
 import functools, math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
@@ -547,13 +546,6 @@ def anchor_kernel(D:int, D_v:int, n_bits:int, # head dimensions, b
     if key_rests: inputs += ['key_bits', 'key_starts', 'key_codes', 'key_gains', 'key_signs']
     if value_rests: inputs += ['value_bits', 'value_starts', 'value_codes', 'value_gains']
     return Kernel('anchor_attention', inputs, ('part_out', 'part_rest', 'part_top', 'part_sum'), ANCHORS, ''.join(f'#define {k} {v}\n' for k,v in constants.items())+REST_WORDS)
-
-# %% ../../nbs/methods/anchorkv.ipynb #0a819383
-@functools.lru_cache(maxsize=4)
-def angle_tables(rope:RopeParams, n:int # positions
-)->tuple: # fine (16, D) and coarse (⌈n/16⌉, D) float32: cosines, then sines
-    "Cosines and sines of the first n positions"
-    return tuple(mx.concatenate(cos_sin(o, 0, m), axis=-1) for o,m in ((rope, 16), (replace(rope, scale=16*rope.scale), -(-n//16))))
 
 # %% ../../nbs/methods/anchorkv.ipynb #011bb981
 @patch

@@ -238,7 +238,7 @@ def gear_snippet(base:Snippet, # of the codes
     dim:int # D
 )->Snippet:
     "The snippet of the codes with a low-rank and a sparse correction"
-    low = (Array('A', rank), Array('Qt', dim, by_token=False)) if rank else ()
+    low = (Array('A', rank), Array('Qt', dim, by_token=False, stretch=(block, rank*dim))) if rank else ()
     lists = dict(token=(Array('indices', n_sparse, 'batch'), Array('rest', n_sparse, 'batch')),
         block=(Array('channels', n_sparse, by_token=False), Array('rest', n_sparse, by_token=False), Array('pointers', block+1, by_token=False))).get(sparse, ())
     return replace(base, arrays=(*base.arrays, *low, *lists), n_own=len(base.arrays), block=block, rank=rank, sparse=sparse, n_sparse=n_sparse)

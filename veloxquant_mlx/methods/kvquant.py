@@ -10,8 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/kvquant.html.md"""
 
 # %% auto #0
 __all__ = ['NUQ', 'quantile', 'center_scale', 'n_outliers', 'token_range', 'fit_nuq', 'outlier_indices', 'NUQCodec', 'as_half',
-           'NUQKeyCodec', 'NUQValueCodec', 'KVQuantOptions', 'KVQuantCache', 'n_calibration', 'nuq_snippet',
-           'turn_tables']
+           'NUQKeyCodec', 'NUQValueCodec', 'KVQuantOptions', 'KVQuantCache', 'n_calibration', 'calibrate_kvquant',
+           'fit_layer', 'nuq_snippet', 'turn_tables']
 
 # %% ../../nbs/methods/kvquant.ipynb #ca7b19b6
 import functools
@@ -21,6 +21,8 @@ import numpy as np
 from fastcore.basics import patch
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.calibrate import *
+from ..engine.layers import *
 from ..engine.quantized import *
 from ..engine.registry import *
 from ..engine.stream import *
@@ -268,6 +270,7 @@ class KVQuantOptions(Options):
 class KVQuantCache(QuantizedCache):
     "Pre-RoPE keys per channel, values per token, fitted levels, sparse outliers"
     bit_field, bit_widths = 'kvquant_bits', range(1, 9)
+    artifact_options = 'kvquant_bits', 'kvquant_outlier_fraction'
 
 # %% ../../nbs/methods/kvquant.ipynb #6f186c93
 def n_calibration(config)->int:
@@ -280,13 +283,12 @@ def check_config(cls:KVQuantCache, config):
     N, r, g = n_calibration(config), config.kvquant_refit_interval, config.kvquant_group_size
     if N<32: raise QuantizerConfigError(f"n_calib_tokens must be >= 32 for kvquant (got {N})")
     if r and (r%g or r<N): raise QuantizerConfigError(f"kvquant_refit_interval must be 0 or a multiple of kvquant_group_size, {g}, that is >= the calibration tokens, {N} (got {r})")
-    if config.store is not None: raise QuantizerConfigError(f"store must be None: kvquant fits its tables on the sequence in this version (got {type(config.store).__name__})")
 
 # %% ../../nbs/methods/kvquant.ipynb #b3fe894a
 @patch
 def streams(self:KVQuantCache, key_dim:int, value_dim:int)->tuple:
     c, n0 = self.config, self.config.kvquant_n_sink
-    common = c.kvquant_bits, c.kvquant_outlier_fraction, c.kvquant_lloyd_iters, n_calibration(c), c.kvquant_refit_interval
+    common = c.kvquant_bits, c.kvquant_outlier_fraction, c.kvquant_lloyd_iters, 0 if self.artifact_shape else n_calibration(c), c.kvquant_refit_interval
     if self.rope_unknown: self._warning = "RoPE parameters unknown, keys are quantized after RoPE"
     keys = NUQKeyCodec(*common, dim=key_dim, rope=self.rope, origin=n0)
     values = NUQValueCodec(*common, dim=value_dim, origin=n0)
@@ -299,10 +301,62 @@ def formula_nbytes(self:KVQuantCache, T:int)->float:
     (B, H, D, D_v), c = self.shape, self.config
     b, n0, rho = c.kvquant_bits, c.kvquant_n_sink, c.kvquant_outlier_fraction
     n = self.keys_stream.codec.frontier(max(T-n0, 0), c.kvquant_group_size, 0)
-    e = 1+(n-1)//c.kvquant_refit_interval if c.kvquant_refit_interval and n else min(n, 1)
+    e = 1 if self.artifact_shape else 1+(n-1)//c.kvquant_refit_interval if c.kvquant_refit_interval and n else min(n, 1)
     packed = 4*H*(n_words(D, b)+n_words(D_v, b))+8*n_outliers(rho, H*D)+8*n_outliers(rho, H*D_v)+4
     exact = H*(T-n)*(D+D_v)*self.exact_itemsize
     return B*(n*packed+exact+e*(8*H*D+4*4*2**b))
+
+# %% ../../nbs/methods/kvquant.ipynb #38aa7f7e
+@patch
+def adopt(self:KVQuantCache, arrays:dict, shape:tuple, key:str):
+    "As the base; calibrated tables are not fitted again"
+    if r := self.config.kvquant_refit_interval: raise QuantizerConfigError(f"kvquant_refit_interval must be 0 with calibrated tables (got {r})")
+    super(KVQuantCache, self).adopt(arrays, shape, key)
+@patch
+def place(self:KVQuantCache, n:int): # B
+    a, spread = self.adopted, lambda x: mx.contiguous(mx.broadcast_to(x, (1, n, *x.shape)))
+    z, s = map(as_half, center_scale(a['key_lo'], a['key_hi']))
+    self.keys_stream.codec.tables = tuple(map(spread, (z, s, a['key_lut'], as_half(a['key_decode']))))
+    self.values_stream.codec.tables = tuple(map(spread, (a['value_lut'], as_half(a['value_decode']))))
+    self.adopted = {}
+
+# %% ../../nbs/methods/kvquant.ipynb #b53de0f9
+def calibrate_kvquant(model, # of mlx-lm, or a VLM with `language_model`
+    sequences, # lists of token ids; an iterable that shows progress if one is wanted
+    options:KVQuantOptions=None, # width, share of outliers, first tokens that are left out; None: the defaults
+    n_kept:int=2048, # tokens, at most, that the fits see
+    progress=iter # wraps the list of layers that are fitted after the pass
+)->tuple: # arrays of the artifact, and facts that it belongs to
+    "Ranges of channels, and levels weighted by gradients, of every layer"
+    lm, o, kept, stride, n, rows = text_model(model), options or KVQuantOptions(), {}, 1, 0, {}
+    ropes = {s.entry: layer_rope(s.attention) for s in cache_slots(lm)[1]}
+    plain = lambda x, rope=None: np.array(side_by_side(invert_rope(mx.array(x)[None], rope, 0))[0])[o.kvquant_n_sink::stride] # (N, C)
+    for tokens in sequences:
+        rows, grads = row_gradients(lm, tokens)
+        for i,(k,v) in rows.items():
+            kept.setdefault(i, []).append([plain(k, ropes[i]), plain(grads[i][0], ropes[i]), plain(v), plain(grads[i][1])])
+        n += len(tokens)
+        while -(-n//stride)>n_kept: stride, kept = 2*stride, {i: [[x[::2] for x in l] for l in ls] for i,ls in kept.items()}
+    shape, tables = one_shape(rows), {i: fit_layer(*map(np.concatenate, zip(*kept[i])), o) for i in progress(list(kept))}
+    return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, **{f: getattr(o, f) for f in KVQuantCache.artifact_options})
+
+# %% ../../nbs/methods/kvquant.ipynb #3ba37c67
+def fit_layer(keys:np.ndarray, key_grads:np.ndarray, # (N, C) before RoPE
+    values:np.ndarray, value_grads:np.ndarray, # (N, C)
+    options:KVQuantOptions
+)->dict: # name → array
+    "The tables of one layer"
+    rho = options.kvquant_outlier_fraction
+    ends = [quantile(mx.array(keys.T), q) for q in (rho/2, 1-rho/2)]
+    z, s = (np.array(as_half(o))[None] for o in center_scale(*ends))
+    z_v, s_v = (np.array(as_half(o)) for o in center_scale(*token_range(mx.array(values), n_outliers(rho, values.shape[1]))))
+    def levels(x, grads, z, s):
+        spread = np.broadcast_to(s.astype(np.float64)**2, x.shape)
+        weight = spread*grads.astype(np.float64)**2
+        if not weight.any(): weight = spread # nothing depends on these rows
+        return fit_nuq(((x-z)/s).ravel(), (weight/weight.max()).ravel(), options.kvquant_bits, options.kvquant_lloyd_iters)
+    found = *ends, *levels(keys, key_grads, z, s), *levels(values, value_grads, z_v, s_v)
+    return dict(zip(('key_lo', 'key_hi', 'key_lut', 'key_decode', 'value_lut', 'value_decode'), found))
 
 # %% ../../nbs/methods/kvquant.ipynb #8132e801
 NUQ = r"""

@@ -10,8 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/nsnquant.html.md"""
 
 # %% auto #0
 __all__ = ['SHIPPED', 'CODEBOOK_HASH', 'rms', 'coarse', 'read_coarse', 'read_norms', 'nsn', 'read_nsn', 'fit_codebook',
-           'shipped_codebooks', 'universal_codebook', 'vector_codes', 'sign_table', 'read_vectors', 'hadamard',
-           'NSNCodec', 'NSNKeyCodec', 'NSNValueCodec', 'NSNQuantOptions', 'NSNQuantCache', 'check_dim']
+           'shipped_codebooks', 'universal_codebook', 'vector_codes', 'sign_table', 'read_vectors', 'NSNCodec',
+           'NSNKeyCodec', 'NSNValueCodec', 'NSNQuantOptions', 'NSNQuantCache', 'check_dim']
 
 # %% ../../nbs/methods/nsnquant.ipynb #0171663c
 import functools
@@ -31,6 +31,7 @@ from ..ops.cast import *
 from ..ops.kmeans import *
 from ..ops.packing import *
 from ..ops.rope import *
+from ..ops.rotation import hadamard
 
 # %% ../../nbs/methods/nsnquant.ipynb #209a6b2a
 def rms(x:mx.array # (..., D)
@@ -150,12 +151,6 @@ def read_vectors(codes:mx.array, # as from `vector_codes`
         n = codes.shape[-1]//2
         z = mx.take(book, codes[..., :n], axis=0)*mx.take(sign_table(d), codes[..., n:], axis=0)
     return z.reshape(*codes.shape[:-1], -1)
-
-# %% ../../nbs/methods/nsnquant.ipynb #1dffce62
-def hadamard(x:mx.array # (..., D)
-)->mx.array: # (..., D)
-    "x H, each row computed alone"
-    return mx.hadamard_transform(x) if x.size else x
 
 # %% ../../nbs/methods/nsnquant.ipynb #af57827f
 class NSNCodec(Codec):

@@ -113,6 +113,7 @@ class PolarCodec(Codec):
     n_angles = property(lambda self: self.dim//4+self.dim//8+self.dim//16) # of levels 2 to 4
     def to_basis(self, x): return x@haar_rotation(self.dim, self.seed).T
     def from_basis(self, y): return y@haar_rotation(self.dim, self.seed)
+    def seeded(self): return dict(rotation=haar_rotation(self.dim, self.seed), turns=all_turns(self.n_bits))
     @property
     def row_nbytes(self): return 4*n_words(self.dim//2, self.n_bits+2)+4*n_words(self.n_angles, self.n_bits)+2*(self.dim//BLOCK) # bytes of one coded row
 

@@ -58,6 +58,7 @@ class QJLCodec(Codec):
     def query_basis(self, q): return q@self._projections()[0].T
     def to_basis(self, x): return x@self._projections()[1].T
     def from_basis(self, y): return y@self._projections()[0]
+    def seeded(self): return dict(sketch=sketch_matrix(self.m, self.dim, self.seed, self.kind))
     @property
     def row_nbytes(self): return 4*n_words(self.m, 1)+2 # bytes of one coded row
 
@@ -98,6 +99,7 @@ class QJLOutlierCodec(QJLCodec):
     ):
         super().__init__(m, dim, seed)
         self.m_out, self.n_outliers, self.group_size = m_out, n_outliers, group_size
+    def seeded(self): return super().seeded()|dict(sketch_out=sketch_matrix(self.m_out, self.dim, self.seed, self.kind))
     @property
     def row_nbytes(self): return 4*(n_words(self.m, 1)+n_words(self.m_out, 1))+4+self.n_outliers*(1 if self.dim<=256 else 2)/self.group_size
 

@@ -11,7 +11,8 @@ Docs: https://example.github.io/veloxquant_mlx/methods/skvq.html.md"""
 # %% auto #0
 __all__ = ['SMALLEST', 'ALPHAS', 'N_PROBES', 'CLIPPED', 'cluster_ranges', 'group_range', 'per_channel_of', 'clipped_params',
            'group_codes', 'quantize_groups', 'dequantize_groups', 'scale_factor', 'weighted', 'value_damage',
-           'key_damage', 'ClipCodec', 'SKVQOptions', 'SKVQCache', 'n_calibration', 'clipped_snippet']
+           'key_damage', 'ClipCodec', 'SKVQOptions', 'SKVQCache', 'n_calibration', 'SKVQListener', 'calibrate_skvq',
+           'fit_layer', 'clipped_snippet']
 
 # %% ../../nbs/methods/skvq.ipynb #8c203b4b
 import functools
@@ -22,6 +23,8 @@ import numpy as np
 from fastcore.basics import patch
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.calibrate import *
+from ..engine.layers import *
 from ..engine.probes import *
 from ..engine.quantized import *
 from ..engine.registry import *
@@ -279,7 +282,6 @@ def n_calibration(config)->int:
 @patch(cls_method=True)
 def check_config(cls:SKVQCache, config): # a `KVCacheConfig` or `LayerConfig`
     if n_calibration(config)<N_PROBES: raise QuantizerConfigError(f"n_calib_tokens must be >= {N_PROBES} for skvq (got {config.n_calib_tokens})")
-    if config.store is not None: raise QuantizerConfigError(f"store must be None: skvq fits its tables on the sequence in this version (got {type(config.store).__name__})")
 
 # %% ../../nbs/methods/skvq.ipynb #5677e51e
 @patch
@@ -288,7 +290,7 @@ def streams(self:SKVQCache, key_dim:int, value_dim:int)->tuple:
     c = self.config
     if self.rope_unknown: self._warning = "RoPE parameters unknown, keys are quantized after RoPE"
     sides = (c.skvq_bits_key, key_dim, self.rope), (c.skvq_bits_value, value_dim, None)
-    codecs = [ClipCodec(b, c.skvq_group_size, dim, c.skvq_reorder, rope, n_calibration(c), c.skvq_n_sink) for b,dim,rope in sides]
+    codecs = [ClipCodec(b, c.skvq_group_size, dim, c.skvq_reorder, rope, 0 if self.artifact_shape else n_calibration(c), c.skvq_n_sink) for b,dim,rope in sides]
     return tuple(Stream(o, lag=c.skvq_window, n_sink=c.skvq_n_sink) for o in codecs)
 
 # %% ../../nbs/methods/skvq.ipynb #5b749696
@@ -301,7 +303,7 @@ def check_update(self:SKVQCache, keys:mx.array, values:mx.array):
 
 # %% ../../nbs/methods/skvq.ipynb #d1c231bb
 @patch(as_prop=True)
-def fitted(self:SKVQCache)->bool: return self.keys_stream is not None and bool(self.keys_stream.codec.tables)
+def fitted(self:SKVQCache)->bool: return bool(self.adopted) or (self.keys_stream is not None and bool(self.keys_stream.codec.tables))
 @patch(as_prop=True)
 def needs_queries(self:SKVQCache)->bool: return self.config.skvq_clip_search and not self.fitted
 @patch(as_prop=True)
@@ -384,7 +386,7 @@ def used_nbytes(self:SKVQCache)->int: return super(SKVQCache, self).used_nbytes+
 def formula_nbytes(self:SKVQCache, T:int)->float:
     "Codes, parameters, tables, exact rows and queries of T tokens"
     (B, H, *dims), c, exact = self.shape, self.config, self.exact_itemsize
-    N, behind = n_calibration(c), max(0, T-c.skvq_n_sink)
+    N, behind = 0 if self.artifact_shape else n_calibration(c), max(0, T-c.skvq_n_sink)
     ready, n = behind>=N, max(0, behind-c.skvq_window)*(behind>=N)
     total = 0
     for D,b,s in zip(dims, (c.skvq_bits_key, c.skvq_bits_value), (self.keys_stream, self.values_stream)):
@@ -392,6 +394,76 @@ def formula_nbytes(self:SKVQCache, T:int)->float:
         total += n*(4*H*n_words(D, b)+2*G)+(T-n)*H*D*exact+(ready or self.fitted)*(H*D*(1 if G<=256 else 2)+2*G+4)
     kept = 0 if ready or self.fitted or self.log.rows is None else max(0, T-self.probes.start)
     return B*total+(0 if not kept else kept*B*self.log.rows.shape[1]*dims[0]*self.log.rows.itemsize)
+
+# %% ../../nbs/methods/skvq.ipynb #b7ce817d
+SKVQCache.artifact_options = 'skvq_bits_key', 'skvq_bits_value', 'skvq_group_size', 'skvq_reorder', 'skvq_clip_search', 'skvq_clip_alpha'
+@patch
+def place(self:SKVQCache, n:int): # B
+    for side,s in (('key', self.keys_stream), ('value', self.values_stream)):
+        groups, alpha, factor = (self.adopted[f'{side}_{name}'] for name in ('group_id', 'alpha', 'factor'))
+        G = groups.max().item()+1
+        spread = lambda x: mx.contiguous(mx.broadcast_to(x, (n, *x.shape)))
+        s.codec.tables = tuple(map(spread, (groups.astype(mx.uint8 if G<=256 else mx.uint16), alpha[:G], factor)))
+    self.adopted = {}
+
+# %% ../../nbs/methods/skvq.ipynb #3a1de007
+class SKVQListener(SKVQCache):
+    "Keeps a text's rows, and the queries of its last tokens"
+    def flush(self): pass
+    @property
+    def probes(self): return range(self.n_text-N_PROBES, self.n_text)
+    def sides(self)->list: # [keys, values], (1, H, N, D) float32, behind the sinks
+        return [mx.contiguous(s.tail).astype(mx.float32) for s in (self.keys_stream, self.values_stream)]
+
+# %% ../../nbs/methods/skvq.ipynb #c45ce2b9
+def calibrate_skvq(model, # of mlx-lm, or a VLM with `language_model`
+    sequences, # lists of token ids; an iterable that shows progress if one is wanted
+    options:SKVQOptions=None, # widths, groups, clipping, first tokens that are left out; None: the defaults
+    n_judged:int=8, # texts, at most, that clip factors are judged on
+    progress=iter # wraps the list of layers that are fitted after the pass
+)->tuple: # arrays of the artifact, and facts that it belongs to
+    "Groups of channels, clip factors and λ of every layer"
+    lm, o, ranges, heard, n, shapes = text_model(model), options or SKVQOptions(), {}, {}, 0, set()
+    least = o.skvq_n_sink+N_PROBES
+    for tokens in sequences:
+        if len(tokens)<least: raise ValueError(f"sequences must have {least} tokens or more each (got {len(tokens)})")
+        caches, ours = probe_layers(lm, lambda s: SKVQListener.of(**vars(o), **dict(head_dim=D) if (D := layer_head_dim(s.attention)) else {}))
+        for c in ours.values():
+            c.n_text = len(tokens)
+            c.expect_prompt(len(tokens)+1)
+        mx.eval(lm(mx.array(tokens)[None], cache=caches))
+        n += len(tokens)
+        for i,c in ours.items():
+            if not c.offset: continue
+            shapes.add(c.shape[1:])
+            x = [np.array(s.codec.channels(rows, o.skvq_n_sink)[0]) for s,rows in zip((c.keys_stream, c.values_stream), c.sides())]
+            new = [np.stack([side.min(axis=0), side.max(axis=0)]) for side in x]
+            ranges[i] = [np.stack([np.minimum(a[0], b[0]), np.maximum(a[1], b[1])]) for a,b in zip(ranges[i], new)] if i in ranges else new
+            if len(heard.setdefault(i, []))<n_judged: heard[i].append(c)
+    shape, tables = only_shape(shapes), {i: fit_layer(ranges[i], heard[i], o) for i in progress(list(heard))}
+    most = {side: max(len(t[f'{side}_alpha']) for t in tables.values()) for side in ('key', 'value')}
+    for t in tables.values():
+        for side,G in most.items(): t[f'{side}_alpha'] = np.pad(t[f'{side}_alpha'], (0, G-len(t[f'{side}_alpha'])), constant_values=1).astype(np.float16)
+    return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, **{f: getattr(o, f) for f in SKVQCache.artifact_options})
+
+# %% ../../nbs/methods/skvq.ipynb #bbe1484f
+def fit_layer(ranges:list, # of keys and values: smallest and largest number of each channel (2, C)
+    heard:list, # `SKVQListener`s of the same layer
+    options:SKVQOptions
+)->dict: # name → array
+    "The tables of one layer"
+    judged = [c.judges(*c.sides(), 0) for c in heard] if options.skvq_clip_search else []
+    tables = {}
+    for j,side in enumerate(('key', 'value')):
+        codecs = [(c.keys_stream, c.values_stream)[j].codec for c in heard]
+        rows = [codec.channels(c.sides()[j], options.skvq_n_sink) for codec,c in zip(codecs, heard)]
+        own = codecs[0].group_channels(ranges[j])
+        groups, G = mx.array(own[None]), int(own.max())+1
+        errors = sum(codec.clip_errors(x, groups, G, both[j]) for codec,x,both in zip(codecs, rows, judged))
+        alpha = np.array(ALPHAS)[errors.argmin(axis=0)] if judged else np.full(G, options.skvq_clip_alpha)
+        factor = codecs[0].fit_factor(mx.concatenate(rows, axis=1), groups, mx.array(alpha[None], mx.float16))
+        tables |= {f'{side}_group_id': own.astype(np.int32), f'{side}_alpha': alpha.astype(np.float16), f'{side}_factor': np.array([factor], np.float32)}
+    return tables
 
 # %% ../../nbs/methods/skvq.ipynb #23835f8d
 CLIPPED = r"""

@@ -24,6 +24,7 @@ from ..core.abstractions import ArtifactStore
 from ..core.artifacts import content_hash
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.calibrate import *
 from ..engine.layers import *
 from ..engine.quantized import *
 from ..engine.registry import *
@@ -75,7 +76,7 @@ class RowLayout:
     def __init__(self, widths:np.ndarray # (H, n) bits of each code, 0 to 8
     ):
         first = np.cumsum(widths, axis=1)-widths
-        self.n_words = max(1, int(-(-widths.sum(axis=1)//32).max()))
+        self.n_words = max(1, -int((-widths.sum(axis=1)//32).min()))
         word, shift = np.minimum(first//32, self.n_words-1), first%32
         over = shift+widths>32 # the code ends in the next word
         self.word, self.next = word, np.minimum(word+1, self.n_words-1)
@@ -322,29 +323,25 @@ def append_key(self:SpectralCache, k):
 # %% ../../nbs/methods/spectral.ipynb #b7f64d2d
 def calibrate_spectral(model, # of mlx-lm, or a VLM with `language_model`
     sequences, # lists of token ids; an iterable that shows progress if one is wanted
+    progress=iter # wraps the list of layers whose axes are found after the pass
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Axes of every layer and KV head"
-    lm, sums, n = text_model(model), {}, 0
+    lm, sums, n, rows = text_model(model), {}, 0, {}
     for tokens in sequences:
-        caches = stock_caches(lm)
-        lm(mx.array(tokens)[None], cache=caches)
+        rows = prompt_rows(lm, tokens)
         n += len(tokens)
-        for i,c in enumerate(caches):
-            if type(c).__name__!='KVCache' or not c.offset: continue
-            rows = [np.array(o[0, :, :c.offset].astype(mx.float32)) for o in (c.keys, c.values)]
-            new = [np.stack([moment_of(h) for h in side]) for side in rows]
+        for i,both in rows.items():
+            new = [np.stack([moment_of(h) for h in side]) for side in both]
             sums[i] = [a+b for a,b in zip(sums[i], new)] if i in sums else new
-    shapes = {tuple(o.shape for o in s) for s in sums.values()}
-    if len(shapes)!=1: raise ValueError(f"model must have layers of one shape whose keys a KVCache holds (got {sorted(shapes)})")
-    (H, D, _), (_, D_v, _) = shapes.pop()
+    _, D, D_v = shape = one_shape(rows)
     if n<4*max(D, D_v): warnings.warn(f"spectral: {n} tokens are few for {max(D, D_v)} axes; at least {4*max(D, D_v)} are better", stacklevel=2)
-    arrays = dict(layers=mx.array(list(sums), mx.int32))
-    for j,side in enumerate(('key', 'value')):
-        found = [[spectrum(m/n) for m in s[j]] for s in sums.values()]
-        arrays[f'{side}_U'] = mx.array(np.array([[U for U,_ in l] for l in found], np.float32))
-        arrays[f'{side}_lambda'] = mx.array(np.array([[lam for _,lam in l] for l in found], np.float32))
-        arrays[f'{side}_ds'] = mx.array([[semantic_count(lam) for _,lam in l] for l in found], mx.int32)
-    return arrays, dict(model=type(lm).__module__, n_layers=len(lm.layers), n_heads=H, head_dim=D, value_dim=D_v, frame='post', rows=n)
+    tables = {}
+    for i in progress(list(sums)):
+        tables[i] = {}
+        for side,moments in zip(('key', 'value'), sums[i]):
+            U, lam = zip(*(spectrum(m/n) for m in moments))
+            tables[i] |= {f'{side}_U': np.array(U, np.float32), f'{side}_lambda': np.array(lam, np.float32), f'{side}_ds': np.array(list(map(semantic_count, lam)), np.int32)}
+    return layer_stack(tables, shape), model_facts(lm, shape, 'post', n)
 
 # %% ../../nbs/methods/spectral.ipynb #0e323065
 _known = {} # (fingerprint, layer) → `Calibration`
@@ -393,23 +390,25 @@ SpectralServingCache.calibration = None
 
 # %% ../../nbs/methods/spectral.ipynb #77b126ac
 @patch
-def _find(self:SpectralServingCache):
+def ask_store(self:SpectralServingCache):
     "The layer's bases, if there are a store and a layer"
     c = self.config
     if self.calibration or c.store is None or self.layer is None: return
     dims = self.shape[2:] if self.shape else (c.head_dim, None)
     facts = dict(head_dim=dims[0])|({} if dims[1] is None else dict(value_dim=dims[1]))
-    self.calibration = open_calibration(c.store, c.spectral_model_name, self.layer, model=self.model, **facts)
+    if self.model_id: facts['model'] = self.model_id
+    self.calibration = open_calibration(c.store, c.spectral_model_name, self.layer, **facts)
+    self.artifact = f'spectral/{c.spectral_model_name}'
 @patch
 def streams(self:SpectralServingCache, key_dim:int, value_dim:int)->tuple:
     "As the standalone cache, for all heads of the layer"
-    self._find()
+    self.ask_store()
     known = self.calibration
     if known and (known.keys.dim, known.values.dim)!=(key_dim, value_dim): raise ValueError(f"store: spectral/{self.config.spectral_model_name} has rows of {known.keys.dim} and {known.values.dim} (got {key_dim} and {value_dim})")
     return SpectralCache.streams(self, key_dim, value_dim)
 @patch
 def store(self:SpectralServingCache, keys, values):
-    self._find()
+    self.ask_store()
     known = self.calibration
     if known and known.keys.n_heads not in (1, keys.shape[1]): raise ValueError(f"store: spectral/{self.config.spectral_model_name} has {known.keys.n_heads} heads (got {keys.shape[1]})")
     super(SpectralServingCache, self).store(keys, values)
@@ -423,7 +422,7 @@ def model_nbytes(self:SpectralServingCache)->int:
 @patch
 def counts(self:SpectralServingCache)->list:
     "As for every quantizer, and the fingerprint of the basis with its layer"
-    self._find()
+    self.ask_store()
     return [*super(SpectralServingCache, self).counts(), *(self.calibration.mark if self.calibration else (0, 0))]
 @patch
 def restore(self:SpectralServingCache, arrays, counts):

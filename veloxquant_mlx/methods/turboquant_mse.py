@@ -55,6 +55,7 @@ class MSECodec(Codec):
         self.levels = unit_levels(n_bits, dim)
     def to_basis(self, x): return x@haar_rotation(self.dim, self.seed).T
     def from_basis(self, y): return y@haar_rotation(self.dim, self.seed)
+    def seeded(self): return dict(rotation=haar_rotation(self.dim, self.seed), levels=self.levels)
     @property
     def row_nbytes(self): return 4*n_words(self.dim, self.n_bits)+2 # bytes of one coded row
 

@@ -60,6 +60,7 @@ class ProdCodec(Codec):
         self.width = dim+m # of the basis
         self.coarse = MSECodec(n_bits-1, dim, seed) if n_bits>1 else None # the first stage
     names = property(lambda self: (('codes',) if self.coarse else ())+('signs', 'scale', 'rest'))
+    def seeded(self): return dict(rotation=haar_rotation(self.dim, self.seed), sketch=sketch_matrix(self.m, self.dim, self.seed+2, self.kind))|(self.coarse.seeded() if self.coarse else {})
     @property
     def row_nbytes(self): return 4*((n_words(self.dim, self.coarse.n_bits) if self.coarse else 0)+n_words(self.m, 1))+4 # bytes of one coded row
 

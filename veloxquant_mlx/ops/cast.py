@@ -20,4 +20,5 @@ def cast_finite(x:mx.array, # any shape
     dtype:mx.Dtype=mx.float16 # a floating-point type
 )->mx.array: # like x
     "Cast; what is beyond fp16's range becomes its largest number"
-    return (mx.clip(x, -FP16_MAX, FP16_MAX) if dtype==mx.float16 and x.dtype!=mx.float16 else x).astype(dtype)
+    if dtype!=mx.float16 or x.dtype==mx.float16: return x.astype(dtype)
+    return mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX).astype(dtype) # bfloat16 would round the limit up, beyond fp16's range
