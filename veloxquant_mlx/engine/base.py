@@ -41,6 +41,7 @@ class CompressedCache(KVCache):
     version = 1 # of the saved form
     meta_state = '' # older versions of mlx-lm keep it beside the state
     ranks_nan = False # NaN and infinity are input with a meaning
+    fuses = False # `fused_sdpa` acts on calls of several tokens
     step = 256 # rows that buffers grow by
     first = 0 # position of the first stored row
     takes_latents = True # can store what an absorbed MLA layer passes for keys and values
@@ -173,6 +174,9 @@ def check_update(self:CompressedCache, keys:mx.array, # (B, H, L, D)
         self.check_store(got)
         if c.head_dim!=k[3]: layer_config(c, head_dim=k[3]) # rules that join options with the head dimension
     self.check_room(k[2])
+    n = self.offset+k[2]
+    if self.fuses and c.fused_sdpa and c.fused_sdpa_max_ctx and k[2]>1 and n>c.fused_sdpa_max_ctx:
+        raise ValueError(f"fused_sdpa_max_ctx must be >= the tokens of a layer, {n} (got {c.fused_sdpa_max_ctx})")
     if self.ranks_nan or (self.kernels and k[2]==1): return # asking a GPU whether rows are finite would wait for it at every step and layer
     if not (mx.isfinite(keys).all() & mx.isfinite(values).all()).item(): raise ValueError(f"{name}: keys or values at positions {self.offset} to {self.offset+k[2]-1} are not finite")
 

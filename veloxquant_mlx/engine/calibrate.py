@@ -8,7 +8,7 @@ Docs: https://example.github.io/veloxquant_mlx/engine/calibrate.html.md"""
 
 # %% auto #0
 __all__ = ['model_id', 'prompt_rows', 'ShiftedCache', 'row_gradients', 'bind_slot', 'probe_layers', 'one_shape', 'only_shape',
-           'layer_stack', 'model_facts', 'layer_part', 'artifact_key', 'find_artifact', 'take_artifacts']
+           'summed_rows', 'layer_stack', 'model_facts', 'layer_part', 'artifact_key', 'find_artifact', 'take_artifacts']
 
 # %% ../../nbs/engine/calibrate.ipynb #e786e18d
 import warnings
@@ -89,6 +89,21 @@ def one_shape(rows:dict # entry → keys and values, as from `prompt_rows`
 def only_shape(shapes:set)->tuple: # of (H, D, D_v)
     if len(shapes)!=1: raise ValueError(f"model must have layers of one shape whose keys a KVCache holds (got {sorted(shapes)})")
     return next(iter(shapes))
+
+# %% ../../nbs/engine/calibrate.ipynb #9e2b71ab
+def summed_rows(model, # as returned by `text_model`
+    sequences, # lists of token ids
+    measure # (entry of the cache list, keys (H, L, D), values (H, L, D_v)) → list of numpy arrays
+)->tuple: # entry → sums of what was measured; tokens; (H, D, D_v)
+    "What a measure gives for each layer, added up over texts"
+    sums, n, rows = {}, 0, {}
+    for tokens in sequences:
+        rows = prompt_rows(model, tokens)
+        n += len(tokens)
+        for i,both in rows.items():
+            new = measure(i, *both)
+            sums[i] = [a+b for a,b in zip(sums[i], new)] if i in sums else new
+    return sums, n, one_shape(rows)
 
 # %% ../../nbs/engine/calibrate.ipynb #55d44767
 def layer_stack(tables:dict, # entry of the cache list → (name → array)

@@ -24,6 +24,7 @@ class QuantizedCache(CompressedCache):
     "Keys and values in two streams"
     keys_stream = values_stream = None
     no_kernel = None # why the attention kernel does not run, once the streams are there
+    fuses = True
     def streams(self, key_dim:int, # D
         value_dim:int # D_v
     )->tuple: # two `Stream`s
@@ -184,15 +185,6 @@ def _tiles(self:QuantizedCache, lo, live, size:int=1024):
         b = min(a+size, self._before)
         yield self.keys_stream.read(a, b), self.values_stream.read(a, b)
     yield tuple(s.codec.to_basis(x.astype(mx.float32)) for s,x in zip((self.keys_stream, self.values_stream), live))
-
-# %% ../../nbs/engine/quantized.ipynb #6acbbd98
-@patch
-def check_update(self:QuantizedCache, keys:mx.array, values:mx.array):
-    "As the base, and `fused_sdpa_max_ctx`"
-    super(QuantizedCache, self).check_update(keys, values)
-    c, T = self.config, self.offset+keys.shape[2]
-    if c.fused_sdpa and c.fused_sdpa_max_ctx and keys.shape[2]>1 and T>c.fused_sdpa_max_ctx:
-        raise ValueError(f"fused_sdpa_max_ctx must be >= the tokens of a layer, {T} (got {c.fused_sdpa_max_ctx})")
 
 # %% ../../nbs/engine/quantized.ipynb #f8562e8e
 @patch

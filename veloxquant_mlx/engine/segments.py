@@ -29,6 +29,7 @@ class SegmentedCache(CompressedCache):
     least = 1 # tokens that a prompt must leave to be compressed
     every = None # decoded tokens that become a segment; None: they stay exact
     most = 65536 # tokens of a segment, at most: positions are uint16
+    fuses = True
     apart = False # `decode` reads rows of a class without the others of its class
     def compress(self, keys:mx.array, values:mx.array, # (B, H, n, D), (B, H, n, D_v) exact rows
         start:int # position of the first
@@ -128,15 +129,6 @@ def _rows_of(self:SegmentedCache, arrays, # of each class, and of the whole
 )->list:
     "Growing arrays; those of the whole grow by a segment"
     return [[Rows(a, 64) for a in c] for c in arrays[:-1]]+[[Rows(a, a.shape[-2]//n) for a in arrays[-1]]]
-
-# %% ../../nbs/engine/segments.ipynb #f4075b2c
-@patch
-def check_update(self:SegmentedCache, keys:mx.array, values:mx.array):
-    "As the base, and the longest sequence of which several tokens at a time are read in parts"
-    super(SegmentedCache, self).check_update(keys, values)
-    c, n = self.config, self.offset+keys.shape[2]
-    if c.fused_sdpa and c.fused_sdpa_max_ctx and n>max(c.fused_sdpa_max_ctx, self.offset+1):
-        raise ValueError(f"fused_sdpa_max_ctx must be >= the tokens of a layer, {n} (got {c.fused_sdpa_max_ctx})")
 
 # %% ../../nbs/engine/segments.ipynb #01cdeefa
 @patch

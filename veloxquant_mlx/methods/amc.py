@@ -289,14 +289,8 @@ def calibrate_amc(model, # of mlx-lm, or a VLM with `language_model`
     progress=iter # wraps the list of layers whose bases are found after the pass
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Bases of every layer and KV head"
-    lm, sums, n, rows = text_model(model), {}, 0, {}
-    for tokens in sequences:
-        rows = prompt_rows(lm, tokens)
-        n += len(tokens)
-        for i,both in rows.items():
-            new = [np.swapaxes(x, -1, -2)@x for x in both]
-            sums[i] = [a+b for a,b in zip(sums[i], new)] if i in sums else new
-    shape = one_shape(rows)
+    lm = text_model(model)
+    sums, n, shape = summed_rows(lm, sequences, lambda _, *both: [np.swapaxes(x, -1, -2)@x for x in both])
     tables = {i: {f'{side}_basis': moment_basis(mx.array(m/n)) for side,m in zip(('key', 'value'), sums[i])} for i in progress(list(sums))}
     return layer_stack(tables, shape), model_facts(lm, shape, 'post', n)
 

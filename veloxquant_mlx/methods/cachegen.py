@@ -205,22 +205,16 @@ def calibrate_cachegen(model, # of mlx-lm, or a VLM with `language_model`
     options:CacheGenOptions=None # widths and groups; None: the defaults
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Count the symbols of every layer"
-    lm, o, sums, n = text_model(model), options or CacheGenOptions(), {}, 0
+    lm, o = text_model(model), options or CacheGenOptions()
     g, codec = o.cachegen_group_size, AnchorCodec if o.cachegen_use_delta else DirectCodec
     layers = list(dict.fromkeys(s.entry for s in cache_slots(lm, False)[1] if s.counts))
     widths = dict(zip(layers, layer_bits(len(layers), o.cachegen_bits, o.cachegen_layer_groups)))
-    rows = {}
-    for tokens in sequences:
-        rows = prompt_rows(lm, tokens)
-        n += len(tokens)
-        for i,sides in rows.items():
-            for side, x in zip(('key', 'value'), sides):
-                x, own = mx.array(x[None, :, :x.shape[1]//g*g]), codec(widths[i], g, x.shape[-1])
-                counts = own.symbol_counts(own.symbols(own.encode(x, 0)[1]), x.shape[1])
-                if i not in sums: sums[i] = {}
-                sums[i][side] = sums[i].get(side, 0)+np.pad(counts, ((0, 0), (0, 0), (0, 2**o.cachegen_bits-1-counts.shape[2]))).astype(np.uint32)
-    shape = one_shape(rows)
-    return layer_stack(sums, shape), model_facts(lm, shape, 'post', n, **{f: getattr(o, f) for f in CacheGenCache.artifact_options})
+    def counted(i, x):
+        x, own = mx.array(x[None, :, :x.shape[1]//g*g]), codec(widths[i], g, x.shape[-1])
+        counts = own.symbol_counts(own.symbols(own.encode(x, 0)[1]), x.shape[1])
+        return np.pad(counts, ((0, 0), (0, 0), (0, 2**o.cachegen_bits-1-counts.shape[2]))).astype(np.uint32)
+    sums, n, shape = summed_rows(lm, sequences, lambda i, *both: [counted(i, x) for x in both])
+    return layer_stack({i: dict(zip(('key', 'value'), both)) for i,both in sums.items()}, shape), model_facts(lm, shape, 'post', n, **{f: getattr(o, f) for f in CacheGenCache.artifact_options})
 
 # %% ../../nbs/methods/cachegen.ipynb #7ff1f022
 CacheGenCache.artifact_options = ('cachegen_bits', 'cachegen_group_size', 'cachegen_use_delta', 'cachegen_layer_groups')

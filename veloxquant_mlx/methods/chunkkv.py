@@ -67,10 +67,8 @@ class ChunkKVOptions(Options):
 @register('chunkkv', family='evict', paper='arXiv:2502.00299', options=ChunkKVOptions, rank=25)
 class ChunkKVCache(Coordinated, EvictingCache):
     "First tokens, a window, and the chunks at which its queries look most"
-    budget_field, bounded, shared = 'chunkkv_budget', False, True
+    budget_field, sink_field, bounded, shared = 'chunkkv_budget', 'chunkkv_n_sink', False, True
     n_recent = CHUNKKV_WINDOW
-    @property
-    def n_sink(self): return self.config.chunkkv_n_sink
     @property
     def leader(self)->'ChunkKVCache':
         "The cache whose choice this one keeps"

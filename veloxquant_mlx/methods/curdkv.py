@@ -16,7 +16,6 @@ import functools, math
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
-from ..core.errors import *
 from ..core.fields import *
 from ..engine.evicting import *
 from ..engine.registry import *
@@ -83,18 +82,15 @@ class CurDKVOptions(Options):
     curdkv_n_sink:int = opt(4, 'first tokens that always stay, $s$', ge=0)
     curdkv_rank_cap:int = opt(16, 'width of the sketch, $r$; the head dimension or more: exact norms', ge=1)
     curdkv_rope_base:float = opt(10000., "base of the frequencies in `rolled_keys`, where the model's RoPE is not known", gt=0)
-    def check(self):
-        if self.curdkv_budget<=self.curdkv_n_sink: raise QuantizerConfigError(f"curdkv_budget must be > curdkv_n_sink (got {self.curdkv_budget} and {self.curdkv_n_sink})")
+    def check(self): check_budget(self, 'curdkv_budget', 'curdkv_n_sink')
 
 # %% ../../nbs/methods/curdkv.ipynb #10d8e54b
 @register('curdkv', family='evict', paper='arXiv:2509.15038', options=CurDKVOptions, rank=36)
 class CurDKVCache(EvictingCache):
     "Sinks, and the rows of a prompt whose keys and values are large"
-    budget_field, rope_field = 'curdkv_budget', 'curdkv_rope_base'
+    budget_field, sink_field, rope_field = 'curdkv_budget', 'curdkv_n_sink', 'curdkv_rope_base'
     needs_queries = bounded = False
     ranks_nan = True
-    @property
-    def n_sink(self): return self.config.curdkv_n_sink
 
 # %% ../../nbs/methods/curdkv.ipynb #b1e046e2
 @patch

@@ -15,7 +15,6 @@ __all__ = ['budget_split', 'H2OOptions', 'H2OCache']
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
-from ..core.errors import *
 from ..core.fields import *
 from ..engine.evicting import *
 from ..engine.registry import *
@@ -39,8 +38,7 @@ class H2OOptions(Options):
     h2o_rope_base:float = opt(10000., "base of the frequencies in `rolled_keys`, where the model's RoPE is not known", gt=0)
     h2o_grace:int = opt(16, 'least number of newest tokens that stay', ge=0)
     h2o_decay:float = opt(.98, 'decay $\\delta$ of the sums per query; the paper has 1', gt=0, le=1)
-    def check(self):
-        if self.h2o_budget<=self.h2o_n_sink: raise QuantizerConfigError(f"h2o_budget must be > h2o_n_sink (got {self.h2o_budget} and {self.h2o_n_sink})")
+    def check(self): check_budget(self, 'h2o_budget', 'h2o_n_sink')
     @classmethod
     def paper(cls, budget:int)->'H2OOptions':
         "The paper's own setting"
@@ -50,10 +48,8 @@ class H2OOptions(Options):
 @register('h2o', family='evict', paper='arXiv:2306.14048', options=H2OOptions, rank=21)
 class H2OCache(EvictingCache):
     "Sinks, newest tokens, and those with the largest sums of attention"
-    budget_field, rope_field = 'h2o_budget', 'h2o_rope_base'
+    budget_field, sink_field, rope_field = 'h2o_budget', 'h2o_n_sink', 'h2o_rope_base'
     scored = reads_step = True
-    @property
-    def n_sink(self): return self.config.h2o_n_sink
     @property
     def n_recent(self): return budget_split(self.budget, self.n_sink, self.config.h2o_grace)[0]
     def __init__(self, config):

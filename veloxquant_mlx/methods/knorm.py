@@ -15,7 +15,6 @@ __all__ = ['key_norms', 'L2NormOptions', 'KNormCache']
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
-from ..core.errors import *
 from ..core.fields import *
 from ..engine.evicting import *
 from ..engine.registry import *
@@ -34,20 +33,14 @@ class L2NormOptions(Options):
     knorm_n_sink:int = opt(4, 'first tokens that always stay, $s$; the paper has none', ge=0)
     knorm_recent:int = opt(0, 'newest tokens that always stay, $R$', ge=0)
     knorm_keep:str = opt('low', "which norms stay: the smallest, or as a control the largest", choices=('low', 'high'))
-    def check(self):
-        if self.knorm_budget<=self.knorm_n_sink+self.knorm_recent:
-            raise QuantizerConfigError(f"knorm_budget must be > knorm_n_sink + knorm_recent (got {self.knorm_budget} and {self.knorm_n_sink} + {self.knorm_recent})")
+    def check(self): check_budget(self, 'knorm_budget', 'knorm_n_sink', 'knorm_recent')
 
 # %% ../../nbs/methods/knorm.ipynb #e049ebc9
 @register('knorm', family='evict', paper='arXiv:2406.11430', options=L2NormOptions, rank=29)
 class KNormCache(EvictingCache):
     "Each head keeps the keys with the smallest norms"
-    budget_field = 'knorm_budget'
+    budget_field, sink_field, recent_field = 'knorm_budget', 'knorm_n_sink', 'knorm_recent'
     needs_queries, scored, ranks_nan = False, True, True
-    @property
-    def n_sink(self): return self.config.knorm_n_sink
-    @property
-    def n_recent(self): return self.config.knorm_recent
 
 # %% ../../nbs/methods/knorm.ipynb #a6a3e517
 @patch

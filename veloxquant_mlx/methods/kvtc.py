@@ -26,7 +26,7 @@ from ..core.errors import *
 from ..core.fields import *
 from ..core.settings import CacheSettings
 from ..engine.calibrate import *
-from ..engine.crosslayer import Coordinated
+from ..engine.crosslayer import Coordinated, all_answered
 from ..engine.latent import *
 from ..engine.layers import *
 from ..engine.registry import *
@@ -660,9 +660,7 @@ def compress_all(self:KVTCCache):
 def commit_all(self:KVTCCache):
     "Compress, when all layers have finished a call"
     everyone = self.everyone
-    if not all(o._due for o in everyone) or len({o.offset for o in everyone})>1: return
-    for o in everyone: o._due = False
-    everyone[0].compress_all()
+    if all_answered(everyone): everyone[0].compress_all()
 
 # %% ../../nbs/methods/kvtc.ipynb #685ee541
 @patch

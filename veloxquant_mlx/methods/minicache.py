@@ -255,6 +255,7 @@ class MiniCacheCache(CrossLayerCache):
     "Exact rows, and for a group of layers merged ones before them"
     group_field, coordinator_class = 'minicache_group_size', MergeCoordinator
     least = 64 # tokens that fix the limits
+    fuses = True
     tail = sides = None # Rows of exact keys and values; `Merged` of both sides, in the first layer of the group
     begin = 0 # position of the first exact row
     cosine = () # mean cosine of keys and of values of the first merge
@@ -483,13 +484,6 @@ def formula_nbytes(self:MiniCacheCache, T:int)->float:
     merged = T if T!=self.offset else self.shared[0].end-self.shared[0].first
     share = lambda m: m.n_kept/max(B*H*(m.end-m.first), 1)
     return plain*max(T-merged, 0)+sum(m.formula(merged, share(m)*B*H*merged) for m in self.shared)/len(self.group)
-@patch
-def check_update(self:MiniCacheCache, keys:mx.array, values:mx.array):
-    "As the base, and the longest sequence of which several tokens at a time are read in tiles"
-    super(MiniCacheCache, self).check_update(keys, values)
-    c, n = self.config, self.offset+keys.shape[2]
-    if c.fused_sdpa and c.fused_sdpa_max_ctx and keys.shape[2]>1 and n>c.fused_sdpa_max_ctx:
-        raise ValueError(f"fused_sdpa_max_ctx must be >= the tokens of a layer, {n} (got {c.fused_sdpa_max_ctx})")
 @patch
 def details(self:MiniCacheCache)->str:
     "As the base; how much is retained and how alike the layers are, where kernels are on whether they run"

@@ -255,28 +255,25 @@ def calibrate_palu(model, # of mlx-lm, or a VLM with `language_model`
     progress=iter # wraps the list of layers whose bases are found after the texts
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Directions of every layer's keys and values"
-    lm, sums, n, rows, n_groups = text_model(model), {}, 0, {}, (options or PALUOptions()).palu_n_head_groups
+    lm, n_groups = text_model(model), (options or PALUOptions()).palu_n_head_groups
     attention = {s.entry: s.attention for s in cache_slots(lm)[1]}
     weights = {i: key_value_weights(o) for i,o in attention.items()}
     def bias(i, side, shape): return np.zeros(shape, np.float32) if isinstance(weights[i], str) or weights[i][side][1] is None else weights[i][side][1].reshape(shape)
-    for tokens in sequences:
-        rows = prompt_rows(lm, tokens)
-        n += len(tokens)
-        for i,(k,v) in rows.items():
-            k = np.array(invert_rope(mx.array(k)[None], layer_rope(attention[i]), 0)[0])
-            for side,x in enumerate((k, v)):
-                x = x-bias(i, side, (x.shape[0], 1, x.shape[2]))
-                for m,y in enumerate(side_by_side(mx.array(x)[None], head_groups(x.shape[0], n_groups))):
-                    y = np.array(y[0], np.float64)
-                    M, t = sums.get((i, side, m), (0, 0))
-                    sums[i, side, m] = M+y.T@y, t+y.sum(0)
-    shape, tables = one_shape(rows), {}
-    H, *dims = shape
-    for i in progress(list(rows)):
+    def moments(i, k, v): # of keys before RoPE and of values, without the bias: for each group of heads the second ones, then the sums
+        k, out = np.array(invert_rope(mx.array(k)[None], layer_rope(attention[i]), 0)[0]), []
+        for side,x in enumerate((k, v)):
+            x = x-bias(i, side, (x.shape[0], 1, x.shape[2]))
+            for y in side_by_side(mx.array(x)[None], head_groups(x.shape[0], n_groups)):
+                y = np.array(y[0], np.float64)
+                out += [y.T@y, y.sum(0)]
+        return out
+    sums, n, shape = summed_rows(lm, sequences, moments)
+    (H, *dims), tables = shape, {}
+    for i in progress(list(sums)):
         tables[i] = {}
         for side,(name,D) in enumerate(zip(('key', 'value'), dims)):
-            groups = len(head_groups(H, n_groups))
-            found = [moment_axes(*(mx.array(o.astype(np.float32)) for o in (M, M-np.outer(t, t)/n))) for M,t in (sums[i, side, m] for m in range(groups))]
+            own = sums[i][side*len(sums[i])//2:][:len(sums[i])//2]
+            found = [moment_axes(*(mx.array(o.astype(np.float32)) for o in (M, M-np.outer(t, t)/n))) for M,t in zip(own[::2], own[1::2])]
             w = max(len(e) for _,e in found)
             tables[i] |= {f'{name}_axes': np.stack([np.pad(U, [(0, w-len(U))]*2) for U,_ in found]), f'{name}_energy': np.stack([np.pad(e, (0, w-len(e))) for _,e in found]), f'{name}_bias': bias(i, side, (H, D))}
     return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, palu_n_head_groups=n_groups)

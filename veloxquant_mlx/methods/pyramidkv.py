@@ -20,6 +20,7 @@ from math import floor
 from fastcore.basics import patch
 from ..core.errors import *
 from ..core.fields import *
+from ..engine.crosslayer import *
 from ..engine.evicting import *
 from ..engine.registry import *
 from .snapkv import *
@@ -84,14 +85,11 @@ class PyramidKVOptions(Options):
 
 # %% ../../nbs/methods/pyramidkv.ipynb #4502fa65
 @register('pyramidkv', family='evict', paper='arXiv:2406.02069', options=PyramidKVOptions, rank=23)
-class PyramidKVCache(SnapKVCache):
+class PyramidKVCache(Coordinated, SnapKVCache):
     "First tokens, a window, and what its queries voted for: fewer in higher layers"
-    budget_field, backend_field = 'pyramid_budget', 'pyramid_backend'
+    budget_field, sink_field, backend_field = 'pyramid_budget', 'pyramid_n_sink', 'pyramid_backend'
     window, per_head = PYRAMID_WINDOW, False
-    tier, tiers = 0, 1 # the layer's place, and how many there are
     ended, exact_itemsize = EvictingCache.ended, EvictingCache.exact_itemsize
-    @property
-    def n_sink(self): return self.config.pyramid_n_sink
 
 # %% ../../nbs/methods/pyramidkv.ipynb #529f3869
 @patch
@@ -100,7 +98,7 @@ def layer_budget(self:PyramidKVCache, T:int # tokens of the prompt, or rows that
     "Rows that stay in this layer"
     c = self.config
     if T<=c.pyramid_budget: return c.pyramid_budget
-    return c.pyramid_resolved_budget or pyramid_budgets(self.tiers, c.pyramid_budget, c.pyramid_beta, c.pyramid_n_sink, T)[self.tier]
+    return c.pyramid_resolved_budget or pyramid_budgets(self.coordinator.n if self.coordinator else 1, c.pyramid_budget, c.pyramid_beta, c.pyramid_n_sink, T)[self.seat]
 @patch(cls_method=True)
 def least_rows(cls:PyramidKVCache, config)->tuple: # number, and its name
     "As the base, for both budgets"
@@ -113,18 +111,12 @@ def rows_left(self:PyramidKVCache, T:int)->int: return min(T, self.layer_budget(
 # %% ../../nbs/methods/pyramidkv.ipynb #f5217fe8
 @patch(cls_method=True)
 def link(cls:PyramidKVCache, caches:list, slots:list=None, model=None):
-    "Tell every layer its place; `capacity` has to hold the first of them"
-    for i,c in enumerate(caches): c.tier, c.tiers = i, len(caches)
+    "As the mixin; `capacity` has to hold the first layer's budget"
     c = caches[0].config
     most = max(pyramid_budgets(len(caches), c.pyramid_budget, c.pyramid_beta, c.pyramid_n_sink))
     if c.capacity and c.capacity<most and not c.pyramid_resolved_budget: raise QuantizerConfigError(f"capacity must be >= the budget of the first layer, {most} (got {c.capacity})")
+    return super(PyramidKVCache, cls).link(caches, slots, model)
 @patch
 def details(self:PyramidKVCache)->str:
     "As the base, and the layer's budget for long prompts"
     return f"{super(PyramidKVCache, self).details()}, {self.layer_budget(10**9)} of a prompt's rows stay"
-@patch
-def counts(self:PyramidKVCache)->list: return [self.tier, self.tiers, *super(PyramidKVCache, self).counts()]
-@patch
-def restore(self:PyramidKVCache, arrays:list, counts:list):
-    self.tier, self.tiers = counts[:2]
-    super(PyramidKVCache, self).restore(arrays, counts[2:])

@@ -68,15 +68,14 @@ class QFiltersOptions(Options):
     qfilters_sign:int = opt(1, "1: large projections stay; -1 for filters that were published with the other sign", choices=(1, -1))
     qfilters_min_retention:float|None = opt(.9, 'share of tokens below which `qfilters_on_low_retention` acts; None: never', gt=0, le=1)
     qfilters_on_low_retention:Literal['warn','raise','ignore'] = opt('warn', 'what happens the first time that fewer are left')
-    def check(self):
-        if self.qfilters_budget<=self.qfilters_n_sink+self.qfilters_recent:
-            raise QuantizerConfigError(f"qfilters_budget must be > qfilters_n_sink + qfilters_recent (got {self.qfilters_budget} and {self.qfilters_n_sink} + {self.qfilters_recent})")
+    def check(self): check_budget(self, 'qfilters_budget', 'qfilters_n_sink', 'qfilters_recent')
 
 # %% ../../nbs/methods/qfilters.ipynb #63b572d6
 @register('qfilters', family='evict', paper='arXiv:2503.02812', options=QFiltersOptions, rank=31)
 class QFiltersCache(EvictingCache):
     "Each head keeps the keys with the largest projections on its filter"
-    budget_field, scored = 'qfilters_budget', True
+    budget_field, sink_field, recent_field = 'qfilters_budget', 'qfilters_n_sink', 'qfilters_recent'
+    scored = True
     artifact_options = () # a filter belongs to a model, whatever the options
     def __init__(self, config):
         super().__init__(config)
@@ -84,10 +83,6 @@ class QFiltersCache(EvictingCache):
         self.squares = self.sums = None # of the queries so far, until there is a filter
         self.heads = 0 # H_q of the queries that were added up
         self.told = False # that few tokens are left
-    @property
-    def n_sink(self): return self.config.qfilters_n_sink
-    @property
-    def n_recent(self): return self.config.qfilters_recent
     @property
     def n_queries(self): return self.config.n_calib_tokens or self.config.qfilters_calib_tokens
     @property

@@ -55,10 +55,8 @@ class SnapKVOptions(Options):
 @register('snapkv', family='evict', paper='arXiv:2404.14469', options=SnapKVOptions, rank=19)
 class SnapKVCache(EvictingCache):
     "First tokens, a window, and what the window's queries voted for"
-    budget_field, backend_field, bounded = 'snap_budget', 'snap_backend', False
+    budget_field, sink_field, backend_field, bounded = 'snap_budget', 'snap_n_sink', 'snap_backend', False
     kernel_size = SNAP_KERNEL
-    @property
-    def n_sink(self): return self.config.snap_n_sink
     @property
     def window(self): return self.config.snap_obs_window
     @property

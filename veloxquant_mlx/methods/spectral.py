@@ -326,14 +326,9 @@ def calibrate_spectral(model, # of mlx-lm, or a VLM with `language_model`
     progress=iter # wraps the list of layers whose axes are found after the pass
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Axes of every layer and KV head"
-    lm, sums, n, rows = text_model(model), {}, 0, {}
-    for tokens in sequences:
-        rows = prompt_rows(lm, tokens)
-        n += len(tokens)
-        for i,both in rows.items():
-            new = [np.stack([moment_of(h) for h in side]) for side in both]
-            sums[i] = [a+b for a,b in zip(sums[i], new)] if i in sums else new
-    _, D, D_v = shape = one_shape(rows)
+    lm = text_model(model)
+    sums, n, shape = summed_rows(lm, sequences, lambda _, *both: [np.stack([moment_of(h) for h in side]) for side in both])
+    _, D, D_v = shape
     if n<4*max(D, D_v): warnings.warn(f"spectral: {n} tokens are few for {max(D, D_v)} axes; at least {4*max(D, D_v)} are better", stacklevel=2)
     tables = {}
     for i in progress(list(sums)):

@@ -46,10 +46,8 @@ class StreamingLLMOptions(Options):
 @register('streaming_llm', family='evict', paper='arXiv:2309.17453', options=StreamingLLMOptions, rank=20)
 class StreamingLLMCache(EvictingCache):
     "Attention sinks and a window, positions counted inside the cache"
-    shared = eager = True
+    sink_field, shared, eager = 'stream_n_sink', True, True
     told = False # that sinks cannot be turned
-    @property
-    def n_sink(self): return self.config.stream_n_sink
     @property
     def budget(self): return self.n_sink+self.config.stream_window_size
     @property

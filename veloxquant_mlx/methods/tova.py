@@ -15,7 +15,6 @@ __all__ = ['TOVAOptions', 'TOVACache']
 from dataclasses import dataclass
 import mlx.core as mx
 from fastcore.basics import patch
-from ..core.errors import *
 from ..core.fields import *
 from ..engine.evicting import *
 from ..engine.registry import *
@@ -27,17 +26,14 @@ class TOVAOptions(Options):
     tova_budget:int = opt(512, 'budget $C$: tokens that a layer keeps')
     tova_n_sink:int = opt(4, 'first tokens that always stay, $s$; the paper has none', ge=0)
     tova_backend:str = opt('auto', 'path of scoring and selection; all of them keep the same tokens', choices=('auto', 'mlx', 'metal', 'cuda', 'reference'))
-    def check(self):
-        if self.tova_budget<=self.tova_n_sink: raise QuantizerConfigError(f"tova_budget must be > tova_n_sink (got {self.tova_budget} and {self.tova_n_sink})")
+    def check(self): check_budget(self, 'tova_budget', 'tova_n_sink')
 
 # %% ../../nbs/methods/tova.ipynb #83263c99
 @register('tova', family='evict', paper='arXiv:2401.06104', options=TOVAOptions, rank=22)
 class TOVACache(EvictingCache):
     "Sinks, and the tokens to which the newest query looks most"
-    budget_field, backend_field = 'tova_budget', 'tova_backend'
+    budget_field, sink_field, backend_field = 'tova_budget', 'tova_n_sink', 'tova_backend'
     shared = reads_step = True
-    @property
-    def n_sink(self): return self.config.tova_n_sink
 
 # %% ../../nbs/methods/tova.ipynb #3feaece0
 @patch
