@@ -33,10 +33,10 @@ from ..engine.registry import *
 from ..engine.stored import *
 from ..engine.stream import *
 from ..kernels.snippets import exact_rows
-from .spectral import RowLayout
 from ..ops.cast import *
 from ..ops.entropy import *
 from ..ops.lowrank import *
+from ..ops.packing import RowLayout
 from ..ops.rope import *
 from ..ops.sparse import *
 

@@ -10,9 +10,9 @@ Docs: https://example.github.io/veloxquant_mlx/methods/spectral.html.md"""
 
 # %% auto #0
 __all__ = ['NOT_CALIBRATED', 'SpectralServingCache', 'SPECTRAL', 'spectrum', 'moment_of', 'participation_ratio', 'semantic_count',
-           'water_fill', 'RowLayout', 'Basis', 'random_basis', 'Plan', 'all_levels', 'SpectralCodec',
-           'SpectralQuantOptions', 'Calibration', 'SpectralCache', 'check_axes', 'calibrate_spectral',
-           'open_calibration', 'entry_of_head', 'spectral_snippet']
+           'water_fill', 'Basis', 'random_basis', 'Plan', 'all_levels', 'SpectralCodec', 'SpectralQuantOptions',
+           'Calibration', 'SpectralCache', 'check_axes', 'calibrate_spectral', 'open_calibration', 'entry_of_head',
+           'spectral_snippet']
 
 # %% ../../nbs/methods/spectral.ipynb #72d46986
 import functools, math, warnings
@@ -33,6 +33,7 @@ from ..engine.stream import *
 from ..kernels.snippets import *
 from ..ops.cast import *
 from ..ops.codebook import *
+from ..ops.packing import *
 from ..ops.rotation import *
 from ..ops.sketch import *
 
@@ -69,40 +70,6 @@ def water_fill(lam:np.ndarray, # (d,) shares of energy
     bits = np.zeros(len(lam), int)
     for _ in range(total): bits[np.where(bits<cap, lam/4.**bits, -1).argmax()] += 1
     return bits
-
-# %% ../../nbs/methods/spectral.ipynb #0ea0ec3e
-class RowLayout:
-    "Where codes of given widths lie in a row of words, for each head"
-    def __init__(self, widths:np.ndarray # (H, n) bits of each code, 0 to 8
-    ):
-        first = np.cumsum(widths, axis=1)-widths
-        self.n_words = max(1, -int((-widths.sum(axis=1)//32).min()))
-        word, shift = np.minimum(first//32, self.n_words-1), first%32
-        over = shift+widths>32 # the code ends in the next word
-        self.word, self.next = word, np.minimum(word+1, self.n_words-1)
-        array = lambda x: mx.array(x[:, None].astype(np.uint32)) # (H, 1, n)
-        self.shift, self.back, self.over, self.mask = (array(o) for o in (shift, np.where(over, 32-shift, 0), over, 2**widths-1))
-        border = np.stack([(word<w).sum(axis=1) for w in range(self.n_words+1)], axis=1) # codes that begin before a word
-        self.word, self.next, self.border = array(self.word), array(self.next), array(border)
-    def __deepcopy__(self, memo): return self
-
-# %% ../../nbs/methods/spectral.ipynb #f8262152
-def _at(x, index): return mx.take_along_axis(x, mx.broadcast_to(index, (*x.shape[:-1], index.shape[-1])), axis=-1)
-@patch
-def pack(self:RowLayout, codes:mx.array # (B, H, m, n) uint32
-)->mx.array: # (B, H, m, W) uint32
-    "Codes as rows of words"
-    def sums(x):
-        run = mx.pad(mx.cumsum(x, axis=-1), [(0, 0)]*(x.ndim-1)+[(1, 0)])
-        run = _at(run, self.border)
-        return run[..., 1:]-run[..., :-1]
-    low, high = sums(codes<<self.shift), sums((codes>>self.back)*self.over)
-    return low|mx.pad(high[..., :-1], [(0, 0)]*(codes.ndim-1)+[(1, 0)])
-@patch
-def unpack(self:RowLayout, words:mx.array # (B, H, m, W) uint32
-)->mx.array: # (B, H, m, n) uint32
-    "The codes of `pack`"
-    return ((_at(words, self.word)>>self.shift)|((_at(words, self.next)<<self.back)*self.over))&self.mask
 
 # %% ../../nbs/methods/spectral.ipynb #e6da76e6
 class Basis:
@@ -225,7 +192,7 @@ def look_up(self:SpectralCodec, query:mx.array, # (B, H, 1, D) in the basis
     p, L = self.plan, all_levels().size
     table = (mx.swapaxes(query*p.sigma, -1, -2)*all_levels()).reshape(*query.shape[:2], 1, -1) # (B, H, 1, D·511)
     index = codes+p.first_level+mx.arange(self.basis.dim, dtype=mx.uint32)*L
-    scores = _at(table, index.reshape(*index.shape[:2], 1, -1)).reshape(index.shape).sum(axis=-1)
+    scores = mx.take_along_axis(table, index.reshape(*index.shape[:2], 1, -1), axis=-1).reshape(index.shape).sum(axis=-1)
     if signs is not None: scores = scores+(signs*(query[..., :p.n_semantic]@mx.swapaxes(p.S, -1, -2))).sum(axis=-1)
     return scores*norm[..., 0]
 

@@ -97,8 +97,8 @@ class TurboQuantMSEOptions(Options):
 # %% ../../nbs/methods/turboquant_mse.ipynb #616fddba
 def check_outlier_stream(config): # a `KVCacheConfig` or `LayerConfig`
     "Raise `QuantizerConfigError` unless the fields of the outlier stream fit together"
-    on, n, b = config.enable_outlier_two_stream, config.n_outlier_channels, config.bit_width_outlier
-    if on and not 1<=(n or 0)<config.head_dim: raise QuantizerConfigError(f"n_outlier_channels must be >= 1 and < head_dim, {config.head_dim}, when enable_outlier_two_stream is on (got {n})")
+    check_outlier_channels(config)
+    b = config.bit_width_outlier
     if b is not None and not 1<=b<=8: raise QuantizerConfigError(f"bit_width_outlier must be >= 1 and <= 8 (got {b})")
 
 # %% ../../nbs/methods/turboquant_mse.ipynb #ed45ebf5

@@ -127,9 +127,9 @@ class TurboQuantRVQCache(QuantizedCache):
 # %% ../../nbs/methods/turboquant_rvq.ipynb #fd14164a
 @patch(cls_method=True)
 def check_config(cls:TurboQuantRVQCache, config):
-    on, n, b = config.enable_outlier_two_stream, config.n_outlier_channels, config.bit_width_outlier
-    if on and not 1<=(n or 0)<config.head_dim: raise QuantizerConfigError(f"n_outlier_channels must be >= 1 and < head_dim, {config.head_dim}, when enable_outlier_two_stream is on (got {n})")
-    if b is not None and not on: raise QuantizerConfigError(f"bit_width_outlier must be None unless enable_outlier_two_stream is on (got {b})")
+    check_outlier_channels(config)
+    b = config.bit_width_outlier
+    if b is not None and not config.enable_outlier_two_stream: raise QuantizerConfigError(f"bit_width_outlier must be None unless enable_outlier_two_stream is on (got {b})")
     if b is not None and b not in SPLITS: raise QuantizerConfigError(f"bit_width_outlier must be one of {', '.join(map(str, SPLITS))} (got {b})")
 
 # %% ../../nbs/methods/turboquant_rvq.ipynb #caf8acf2
