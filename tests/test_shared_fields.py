@@ -211,7 +211,7 @@ def test_options_changed_later_do_not_change_the_configuration():
 
 # --- a width for each layer
 
-ALONE = dict(xquant=dict(xquant_group_size=1, xquant_group_quant_size=16)) # layers that share have one width, and heads of these models are small
+ALONE = dict(xkv=dict(xkv_group_size=1), xquant=dict(xquant_group_size=1, xquant_group_quant_size=16)) # layers that share have one width, and heads of these models are small
 def config(method, widths, **kw): return KVCacheConfig(method=method, bit_width_inlier=widths, options=own(method, **ALONE.get(method, {})), **kw)
 def of_layers(method, caches): return [c.width for c in caches if hasattr(c, 'config')] # which the field need not be: kvtc has bits of a token
 

@@ -79,6 +79,7 @@ Modules:
 - `veloxquant_mlx.methods.turboquant_prod`: One bit less for the codes; the bit that is saved holds the sign of what they leave out.
 - `veloxquant_mlx.methods.turboquant_rvq`: Rotate, then two stages of scalar codes per coordinate; the default method.
 - `veloxquant_mlx.methods.vecinfer`: Small pieces of smoothed, rotated keys and of raw values, each an index into a codebook.
+- `veloxquant_mlx.methods.xkv`: One token basis for neighbouring layers: what their caches have in common is stored once.
 - `veloxquant_mlx.methods.xquant`: Neighbouring layers share one array of codes; each keeps its own scales, with end points moved inwards.
 - `veloxquant_mlx.methods.zipcache`: Tokens that queries really look at have four bits, all others two; a value's parameters cost next to nothing.
 - `veloxquant_mlx.models.gguf`: A GGUF file becomes an mlx-lm model, exactly.

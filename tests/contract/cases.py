@@ -60,7 +60,7 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     skvq=dict(n_calib_tokens=32, skvq_window=16, skvq_group_size=16),
     nsnquant=dict(nsn_residual_length=16, nsn_max_ctx=10**6),
     vecinfer=dict(residual_length=16, n_calib_tokens=32, key_codebook_bits=6, value_codebook_bits=5),
-    svdq=dict(svdq_group_size=64),
+    svdq=dict(svdq_group_size=64), xkv=dict(xkv_energy_threshold=1.),
     a2ats=dict(a2ats_window=16, a2ats_codebook_bits=5),
     xquant=dict(residual_length=32, xquant_group_quant_size=16),
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
@@ -87,6 +87,7 @@ VARIANTS = dict(
     kvquant=dict(rope=dict(rope=RopeParams(24)), epochs=dict(kvquant_refit_interval=48, kvquant_n_sink=4), plain=dict(kvquant_outlier_fraction=0., kvquant_n_sink=0)),
     adakv=dict(entropy=dict(adakv_importance='attention_entropy', adakv_obs_window=8), uneven=dict(adakv_lo_bit=1, adakv_mid_bit=4, adakv_hi_bit=8, adakv_target_avg_bits=4.3, adakv_update_interval=2)),
     palu=dict(rope=dict(rope=RopeParams(32)), one_group=dict(palu_n_head_groups=1, palu_rank=17, palu_group_size=8), exact_latents=dict(palu_quantize_values=False, palu_energy_threshold=.5)),
+    xkv=dict(rope=dict(rope=RopeParams(32)), half_latents=dict(xkv_latent_bits=16, xkv_rank=20), few=dict(xkv_rank=40, xkv_latent_bits=3, xkv_group_quant_size=8)),
     svdq=dict(rope=dict(rope=RopeParams(32)), whole=dict(svdq_group_size=0, svdq_bit_schedule=(5,3,1), svdq_rank=27), first=dict(n_calib_tokens=128, svdq_energy_threshold=.6)),
     kivi_sink=dict(many=dict(n_sink_tokens=30, bit_width_inlier=3), none=dict(n_sink_tokens=0)),
     nsnquant=dict(rope=dict(rope=RopeParams(24)), one_bit=dict(nsn_bits=1, nsn_subvector_dim=16, nsn_codebook_size=16, nsn_residual_length=12), uneven=dict(nsn_subvector_dim=4, nsn_codebook_size=5, nsn_residual_length=24)),
@@ -98,7 +99,7 @@ VARIANTS = dict(
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     xquant=dict(one_bit=dict(xquant_base_bits=1, residual_length=48, xquant_max_ctx=96)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-VARIANT_TRAITS = dict(curdkv=dict(exact=dict(seed=None)), a2ats=dict(given=dict(trimmable=True, seed=None)), kvtc=dict(prompt=dict(prompt_end=True, uneven_heads=True))) # what differs from the method's own
+VARIANT_TRAITS = dict(xkv=dict(half_latents=dict(below_fp16=False)), curdkv=dict(exact=dict(seed=None)), a2ats=dict(given=dict(trimmable=True, seed=None)), kvtc=dict(prompt=dict(prompt_end=True, uneven_heads=True))) # what differs from the method's own
 EXACT = dict(chunkkv=100, curdkv=64, pyramidkv=64, qfilters=64, streaming_llm=64, tova=64, snapkv=64, knorm=64, h2o=64, vecinfer=31, a2ats=55, nsnquant=15, spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, xquant=31, cachegen=31, kvtc=131, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
 
 APART = 'rope', 'calibrated' # what a case has beside fields

@@ -11,6 +11,7 @@ from veloxquant_mlx.evaluate.memory import held_bytes
 LAYERS = 5
 PAIRS = dict(pairs={})
 GROUPS = dict( # fields of the method, by name; the default group of two leaves the fifth layer alone
+    xkv=dict(pairs={}, paper=dict(xkv_latent_bits=16, xkv_rank=40), segments=dict(xkv_max_ctx=256), three=dict(xkv_group_size=3, xkv_rank=60, xkv_latent_bits=3)),
     xquant=dict(pairs={}, paper=dict(xquant_residual_bits=0), horizon=dict(xquant_max_ctx=96), three=dict(xquant_group_size=3, xquant_residual_bits=1, xquant_base_bits=3)),
     minicache={n: dict(minicache_start_frac=0.)|kw for n,kw in dict(pairs={}, paper=dict(minicache_retention_threshold=.05), segments=dict(minicache_retention_threshold=.3, minicache_max_ctx=96), three=dict(minicache_group_size=3, minicache_retention_threshold=.5, minicache_slerp_t=.3)).items()})
 EVERY = [(m, n) for m in SERVABLE if issubclass(SERVABLE[m].cache_class, CrossLayerCache) for n in GROUPS.get(m, PAIRS)]
@@ -101,7 +102,7 @@ def test_rows_of_a_batch_are_independent(method, name):
 def test_layers_use_each_other(method, name):
     "What a layer reads depends on the first layer of its group, and alone it would read something else"
     xs = layers()
-    other = [Rows(xs[0].q, xs[0].k*-1, xs[0].v*-1), *xs[1:]]
+    other = [Rows(xs[0].q, xs[0].k[:,:,::-1], xs[0].v[:,:,::-1]), *xs[1:]]
     a, b, alone = filled_all(method, name, xs), filled_all(method, name, other), [filled_all(method, name, [x]) for x in xs]
     for i in range(LAYERS):
         differs = [not mx.array_equal(p, q) for p,q in zip(decoded(a[i]), decoded(b[i]))]
