@@ -22,7 +22,7 @@ ifeq ($(shell uname),Linux)
   endif
 endif
 
-.PHONY: help demo test docs lab clean
+.PHONY: help demo test docs screenshots lab clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST))
@@ -39,11 +39,14 @@ docs: $(STAMP) ## build the site in _docs (needs Quarto 1.10 on the PATH)
 	@command -v quarto >/dev/null || { echo 'make docs needs Quarto 1.10 or later: https://quarto.org/docs/download'; exit 1; }
 	$(BIN)/nbdev-docs
 
+screenshots: $(STAMP) ## pictures of the dashboards, light and dark, in _screenshots (needs Chromium)
+	$(BIN)/python tools/screenshots.py
+
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab nbs
 
 clean: ## remove what was built (`rm -r .venv` removes the environment)
-	rm -rf _docs _proc build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf _docs _screenshots _proc build dist *.egg-info .pytest_cache .ruff_cache
 	find veloxquant_mlx tests tools nbs -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(STAMP):
