@@ -10,7 +10,7 @@ from veloxquant_mlx.core.fields import Options
 from veloxquant_mlx.engine.base import CompressedCache
 from veloxquant_mlx.engine.registry import methods
 
-MISSING_METHODS = '''squeeze cam keyformer morphkv kvzip nestedkv rocketkv'''.split() # not built yet: an entry that has arrived makes its tests fail here
+MISSING_METHODS = [] # not built yet: an entry that has arrived makes its tests fail here
 
 # --- what the pages say
 

@@ -1,5 +1,6 @@
 "Artifacts and where they are used: every method with a calibration, from the text to the caches of a model; what is damaged or another's is refused; lists of tables; tables that come from a seed."
-import copy, dataclasses, warnings
+import copy, dataclasses, os, subprocess, sys, warnings
+from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_what_was_saved_comes_back_to_the_last_bit(method, model, made, filled):
     assert store.manifest(key)['hash']==content_hash(arrays) and facts['model']==model_id(model) and facts['head_dim']==D
 
 @pytest.mark.parametrize('method', CALIBRATED)
-@pytest.mark.parametrize('damage,message', [('cut', 'is damaged'), ('empty', 'is damaged'), ('flipped', 'does not have the hash of its manifest'), ('moved', 'belongs to'), ('no manifest', 'has no manifest')])
+@pytest.mark.parametrize('damage,message', [('cut', 'is damaged'), ('empty', 'is damaged'), ('flipped', 'does not have the hash of its manifest'), ('facts', 'manifest does not have its seal'), ('moved', 'belongs to'), ('no manifest', 'has no manifest')])
 def test_a_damaged_file_is_refused(method, damage, message, model, made, filled):
     "Before any cache has a row, and each kind in its own words; nothing of it is used"
     spectral._known.clear() # what was read of this content before
@@ -80,6 +81,7 @@ def test_a_damaged_file_is_refused(method, damage, message, model, made, filled)
     if damage=='cut': path.write_bytes(whole[:-7])
     if damage=='empty': path.write_bytes(b'')
     if damage=='flipped': path.write_bytes(whole[:-5]+bytes([whole[-5]^4])+whole[-4:])
+    if damage=='facts': path.write_bytes(whole.replace(b'head_dim', b'head_din'))
     if damage=='no manifest': mx.save_safetensors(str(path), made(method)[0])
     if damage=='moved':
         filled(method, f'{method}/elsewhere')
@@ -173,6 +175,29 @@ def test_calibrated_caches_in_chunks_and_batches(method, model, filled):
     for calls in ([7]*8+[4]+[1]*6, [1]*66): assert all(mx.array_equal(a, b) for a,b in zip(first, stored(slice(0, 3), calls), strict=True))
     for i in range(3):
         for a,b in zip(first, stored(slice(i, i+1), [60]+[1]*6), strict=True): assert mx.array_equal(a if a.shape==b.shape else a[i:i+1] if a.shape[0]==3 else a[:,i:i+1], b)
+
+THREADS = """
+import os, threading
+from test_artifacts import *
+store, model, errors = FileArtifactStore(ROOT), tiny('llama'), []
+mx.eval(model.parameters())
+def use(caches):
+    try: mx.eval(model(mx.array(TEXTS[0])[None], cache=caches), [c.state for c in caches])
+    except RuntimeError as e: errors.append(f'{caches[0].method}, {caches[0].details()}: {e}')
+for method in ('vecinfer', 'a2ats', 'kvquant', 'skvq', 'amc', 'spectral', 'qfilters', 'kvtc'):
+    arrays, facts = calibrated(method, model, TEXTS, [f'{k}={v}' for k,v in SMALL.get(method, {}).items() if k!='skvq_window'])
+    store.save(key_of(method, model), arrays, **facts)
+    for given in (store, None):
+        t = threading.Thread(target=use, args=(caches_of(model, config(method, given)),))
+        t.start(); t.join()
+print('errors', errors, flush=True)
+os._exit(0) # MLX may abort where threads that ran a model are cleaned up
+"""
+def test_tables_serve_every_thread(tmp_path):
+    "Caches that are made in one thread are used in another, as servers do: no table is left to be computed"
+    here = Path(__file__).parent
+    r = subprocess.run([sys.executable, '-c', THREADS.replace('ROOT', repr(str(tmp_path)))], cwd=here, capture_output=True, text=True, env=os.environ|dict(PYTHONPATH=os.pathsep.join([str(here), str(here.parent), os.environ.get('PYTHONPATH', '')])))
+    assert 'errors []' in r.stdout, r.stdout+r.stderr[-2000:]
 
 @pytest.mark.parametrize('method', LOADED)
 def test_generation_with_an_artifact(method, model, filled):

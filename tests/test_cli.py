@@ -1,5 +1,5 @@
 "The command line: help, errors in one line, JSON, and its commands on the embedded model at a small size."
-import json, os, signal, subprocess, sys, time
+import json, os, re, signal, subprocess, sys, time
 import mlx.core as mx, pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache
 from typer.testing import CliRunner
@@ -7,7 +7,7 @@ import veloxquant_mlx
 from veloxquant_mlx import QuantizerConfigError, cli
 from veloxquant_mlx.models.load import load_model
 
-commands = ['auto-config', 'methods', 'generate', 'compare', 'describe', 'allocate', 'calibrate', 'demo']
+commands = ['auto-config', 'methods', 'generate', 'context', 'compare', 'describe', 'allocate', 'calibrate', 'demo']
 
 @pytest.fixture(scope='module')
 def loaded(): return load_model()
@@ -162,6 +162,26 @@ def test_save(once, tmp_path, loaded):
     caches = load_prompt_cache(str(path))
     assert all(c.method=='cachegen' and c.stored_nbytes for c in caches) and sum(c.stored_nbytes for c in caches)<path.stat().st_size
     assert mx.isfinite(loaded[0](mx.array([[5]]), cache=caches)).all()
+
+def test_context(once, tmp_path):
+    "Read, repeated and cut down once; every question begins with the file, which stays as it is"
+    text, path, fact = tmp_path/'text.txt', tmp_path/'context.safetensors', 'The captain of the ship is named Elena Marsh.'
+    text.write_text(f"{'It rains on the harbour. '*8}{fact}{' The sea is grey and cold.'*8}")
+    r = run('context', text, '--save', path, '--keep', .5)
+    n = int(re.search(r'Context   (\d+) tokens', r.stderr)[1])
+    caches = load_prompt_cache(str(path))
+    pairs = sum(sum(c.heads) for c in caches)
+    assert '30 x kvzip' in r.stderr and 'arrays as in memory' in r.stderr and .5<pairs/(90*n)<.75 # the template before the text stays
+    data = path.read_bytes()
+    for question,word in (('What is the name of the captain?', 'Elena'), ('Is the sea warm or cold?', '')):
+        r = run('generate', '--context', path, '-p', question, '--max-tokens', 12)
+        assert word in r.stdout and '30 x kvzip' in r.stderr and path.read_bytes()==data
+    assert 'Elena' in run('generate', '--context', text, '-p', 'What is the name of the captain?', '--method', 'kvzip', '-o', 'kvzip_budget=64', '--max-tokens', 12).stdout
+    assert '--method, --option and --auto do not go with a saved context' in fails('generate', '--context', path, '-p', 'x', '--method', 'kivi')
+    assert fails('context', text, '--save', path, '--method', 'kivi', '--keep', .5)=="--keep needs --method kvzip (got 'kivi')"
+    assert '--save must be a .safetensors file' in fails('context', text, '--save', tmp_path/'a.npz')
+    run('generate', '-p', 'x', '--max-tokens', 1, '--method', 'kivi', '--save', path)
+    assert '--context must be a text, or a file that `veloxquant context` wrote' in fails('generate', '--context', path, '-p', 'x')
 
 def test_a_prompt_is_announced_before_it_is_read(loaded):
     calls = []

@@ -68,9 +68,9 @@ def test_rows_of_a_batch_choose_for_themselves(case):
     both, alone = steps(filled(case, x[:360]), x[360:]), [steps(filled(case, x.batch(i)[:360]), x.batch(i)[360:]) for i in (0,1)]
     assert kept(both)==[kept(c)[0] for c in alone]
 
-@each
+@pytest.mark.parametrize('case', [c for c in EVICTING if c.traits.averages_heads], ids=str)
 def test_query_heads_of_a_group_count_together(case):
-    "Each query head twice, beside itself: the same rows"
+    "Each query head twice, beside itself: the same rows; not where heads draw noise or add logits"
     x = rows(400)
     y = Rows(mx.repeat(x.q, 2, axis=1), x.k, x.v)
     assert kept(steps(filled(case, x[:360]), x[360:]))==kept(steps(filled(case, y[:360]), y[360:]))
@@ -86,7 +86,7 @@ def test_left_padding(case):
     assert kept(both)==[kept(c)[0] for c in alone]
     for t in range(260, 300):
         out = call(both, y[t:t+1])
-        for i,shift in (0,0),(1,pad): assert close(out[i:i+1], call(alone[i], x.batch(i)[t-shift:t-shift+1]))
+        for i,shift in (0,0),(1,pad): assert close(out[i:i+1], call(alone[i], x.batch(i)[t-shift:t-shift+1])) or case.traits.draws_rows
     assert kept(both)==[kept(c)[0] for c in alone]
 
 @each
@@ -120,12 +120,12 @@ def test_bytes_are_bounded_for_a_thousand_steps(case):
     "By the method's formula, an empty row and, where rows behind the prompt stay, those and the room for 256 more"
     x = rows(600)
     c = filled(case, x)
-    C, row = c.size(), c.kept_bytes/c.size()
+    C, row = c.size(), max(1.3*c.kept_bytes, 1.05*c.used_nbytes)/c.size()
     most = c.formula_nbytes(c.offset)*(C+1)/C+64*H
-    assert c.nbytes<=most+(0 if c.bounded else 256*1.3*row)
+    assert c.nbytes<=most+(0 if c.bounded else 256*row)
     for i in range(1000): mx.eval(call(c, x[i%600:i%600+1]))
     assert c.offset==1600 and c.size()==(C if c.bounded else C+1000)
-    assert c.nbytes<=most+(0 if c.bounded else 1256*1.3*row)
+    assert c.nbytes<=most+(0 if c.bounded else 1256*row)
     assert c.used_nbytes==pytest.approx(c.formula_nbytes(1600), rel=.03)
 
 @each

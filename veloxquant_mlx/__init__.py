@@ -13,6 +13,10 @@ Modules:
 - `veloxquant_mlx.core.observers`: What a cache stored, how long it took, how far it is from the truth: told to whoever asks.
 - `veloxquant_mlx.core.sample`: Queries, keys and values of a real model, in the package.
 - `veloxquant_mlx.core.settings`: The fields of a configuration that belong to no single method.
+- `veloxquant_mlx.dashboards.explorer`: Pick a method, turn its options, and see what it does to a real piece of attention.
+- `veloxquant_mlx.dashboards.panel`: Sliders, text and pictures that all dashboards share.
+- `veloxquant_mlx.dashboards.schedule`: Give every layer its own width, see what that should cost, and measure what it does.
+- `veloxquant_mlx.dashboards.selector`: Move the workload about and watch which method is chosen, why, and what it would weigh.
 - `veloxquant_mlx.engine.attention`: Attention in plain array operations: the path without a GPU, and what kernels are compared with.
 - `veloxquant_mlx.engine.base`: mlx-lm's whole cache protocol, for one layer, so that a method only says what it stores.
 - `veloxquant_mlx.engine.calibrate`: What a method computes about a model ahead of time: how it is collected, to which weights it belongs, how layers get their part.
@@ -52,26 +56,33 @@ Modules:
 - `veloxquant_mlx.methods.amc`: No token is dropped: salient ones stay exact, the middle keeps a third of its dimensions in 8 bits, the rest a sixteenth in 4 bits.
 - `veloxquant_mlx.methods.anchorkv`: A few exact anchor tokens; every other token is an anchor times a number, and a rest where it matters.
 - `veloxquant_mlx.methods.cachegen`: Each token as a coarse difference to the first of its group; entropy coded with a table per channel when it is stored.
+- `veloxquant_mlx.methods.cam`: The token that leaves gives its value, in parts, to those that follow it.
 - `veloxquant_mlx.methods.chunkkv`: Tokens stay or go in whole chunks of neighbours, for all heads of a layer, or of several layers, alike.
 - `veloxquant_mlx.methods.curdkv`: When a prompt ends, a row stays for the sake of its key *and* its value.
 - `veloxquant_mlx.methods.gear`: Quantize, then repair: a low-rank matrix for the error, a sparse one for the outliers.
 - `veloxquant_mlx.methods.h2o`: Each head keeps the tokens that collected the most attention so far, and the newest ones.
+- `veloxquant_mlx.methods.keyformer`: As H2O, with noise and a temperature inside the softmax that is summed: no token goes because of one unlucky reading.
 - `veloxquant_mlx.methods.kitty`: Two-bit keys with a few channels at four bits: on each page of tokens, those of the largest magnitude.
 - `veloxquant_mlx.methods.kivi`: Two-bit keys and values: keys per channel, values per token, the newest tokens exact.
 - `veloxquant_mlx.methods.kivi_sink`: Two-bit keys and values, but the few tokens that attract most of the attention stay exact and out of the statistics.
 - `veloxquant_mlx.methods.knorm`: Keys with a small norm are the ones that attention goes to: each head keeps those.
 - `veloxquant_mlx.methods.kvquant`: Keys before RoPE, levels fitted to the data, one percent of outliers kept apart.
 - `veloxquant_mlx.methods.kvtc`: JPEG for KV caches: one basis, bit widths by measured error, DEFLATE on top; first and newest tokens untouched.
+- `veloxquant_mlx.methods.kvzip`: The model repeats its context once; pairs that the repetition looked at stay, for every question to come.
 - `veloxquant_mlx.methods.minicache`: In the deeper half of a model two neighbouring layers keep one direction for each token, and their own lengths.
+- `veloxquant_mlx.methods.morphkv`: A constant number of rows: the newest tokens, and those that the newest queries look at, chosen anew at every step.
+- `veloxquant_mlx.methods.nestedkv`: A key stays if it is unlike the average of all keys, of its block, and of the keys just before it; heads compete for room.
 - `veloxquant_mlx.methods.nsnquant`: Rows made to look standard normal, and one codebook for every model.
 - `veloxquant_mlx.methods.palu`: Keys and values of a group of heads as one short latent; keys are rebuilt on the fly, values never are.
 - `veloxquant_mlx.methods.polar`: Directions instead of coordinates: after a random rotation the angles of a vector need no scales.
 - `veloxquant_mlx.methods.pyramidkv`: Low layers keep more tokens than high ones, in even steps, at the same total.
 - `veloxquant_mlx.methods.qfilters`: One fixed direction per head ranks all keys: the one along which its queries drift.
 - `veloxquant_mlx.methods.qjl`: One bit a projection: the signs of a random sketch of each key, and its length.
+- `veloxquant_mlx.methods.rocketkv`: A coarse eviction when the prompt ends, and behind it steps that read only the rows they need.
 - `veloxquant_mlx.methods.skvq`: Channels with like ranges share a scale, ranges are clipped by a searched factor, and the newest tokens stay exact.
 - `veloxquant_mlx.methods.snapkv`: The last queries of a prompt vote for its tokens; each head keeps the winners with their neighbours.
 - `veloxquant_mlx.methods.spectral`: The data's own axes instead of a random rotation: bits where the energy is.
+- `veloxquant_mlx.methods.squeeze`: Layers whose attention changes little give most of their budget to the others.
 - `veloxquant_mlx.methods.streaming_llm`: The first few tokens and a window of the newest ones, with positions counted inside the cache.
 - `veloxquant_mlx.methods.svdq`: Keys in the singular vectors of their own prompt: many bits for the first few, none for the last.
 - `veloxquant_mlx.methods.tova`: When the cache is full, the token goes at which the newest query looks least.

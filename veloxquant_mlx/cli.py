@@ -1,6 +1,6 @@
 """`veloxquant`: choose a configuration, generate with it, compare it.
 
-Eight commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `compare` measures methods side by side, `describe` shows what would happen to each layer, `allocate` shares out bits among the layers, `calibrate` computes ahead of time what a method wants to know of a model, and `demo` does the main job once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
+Nine commands around the library. `auto-config` turns a workload into a configuration, `methods` lists what there is, `generate` streams text through a compressed cache, `context` reads a text once and saves what questions about it need, `compare` measures methods side by side, `describe` shows what would happen to each layer, `allocate` shares out bits among the layers, `calibrate` computes ahead of time what a method wants to know of a model, and `demo` does the main job once, on a small model that is always at hand. Results go to stdout, progress, reports and errors to stderr. An error is one line, and the exit code is 2.
 
 Docs: https://example.github.io/veloxquant_mlx/cli.html.md"""
 
@@ -10,7 +10,8 @@ Docs: https://example.github.io/veloxquant_mlx/cli.html.md"""
 __all__ = ['app', 'ModelName', 'MethodName', 'Pairs', 'Steps', 'AsJson', 'POOL', 'one_line', 'Commands', 'veloxquant', 'main',
            'option', 'console', 'say', 'table', 'hardware_from', 'selection_text', 'auto_config', 'method_facts',
            'bits_text', 'list_methods', 'read_value', 'read_options', 'read_methods', 'prompt_text', 'prompt_tokens',
-           'stream', 'layers_text', 'generation_text', 'saved_text', 'chosen_config', 'generate', 'show', 'timing',
+           'stream', 'layers_text', 'cache_text', 'generation_text', 'saved_text', 'chosen_config', 'read_context',
+           'question_tokens', 'safetensors_file', 'load_context', 'save_context', 'generate', 'show', 'timing',
            'compare_methods', 'describe_model', 'read_widths', 'schedule_memory', 'schedule_text', 'allocate',
            'calibration_of', 'calibrated', 'artifact_name', 'named', 'calibration_sequences', 'calibrate', 'model_text',
            'answer', 'verdict', 'demo']
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 import mlx.core as mx, typer
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich import box
 from rich.console import Console
@@ -50,6 +51,7 @@ from .evaluate.corpus import corpus_text
 from .evaluate.memory import MemoryReport, memory_report
 from .evaluate.needle import needle_prompt
 from .evaluate.quality import announce_prompt
+from .methods.kvzip import chat_frame, kvzip_compress, kvzip_step, repeat_ids, wants_repeat
 from .models.load import load_model
 
 # %% ../nbs/99_cli.ipynb #0050da43
@@ -249,9 +251,11 @@ def stream(model, tokenizer,
 ): # yields mlx-lm's `GenerationResponse`
     "Generate through a cache that knows the length of its prompt"
     with tqdm(total=len(prompt), disable=not progress, delay=1, leave=False, unit='tok', desc='prompt') as bar:
+        repeats = wants_repeat(cache)
         def on_prompt(done, total):
             if not done: announce_prompt(cache, total)
             bar.update(done-bar.n)
+            if repeats and 0<done==total-1: kvzip_step(model, tokenizer, prompt, cache, progress)
             if done==total: bar.close()
         yield from stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, prompt_cache=cache, sampler=make_sampler(temp),
             prompt_progress_callback=on_prompt, prefill_step_size=512)
@@ -264,14 +268,17 @@ def layers_text(caches:list # one entry a layer
     return [f"{n} x {method}: {details}" for (method,details),n in rows.items()]
 
 # %% ../nbs/99_cli.ipynb #7a16cc1f
+def cache_text(caches:list # one entry a layer
+)->list: # lines
+    "Bytes and ratio, and what was applied"
+    m = memory_report(caches)
+    return [f"Cache     {size_text(m.held)} held, {size_text(m.fp16)} as float16: ratio {m.ratio:.2f} ({m.fraction:.1%})",
+        *(f"{'Layers' if not i else '':9} {l}" for i,l in enumerate(layers_text(caches)))]
 def generation_text(r, # the last `GenerationResponse`
     caches:list # that it was made with
 )->str:
     "Bytes, ratio and speed of a generation"
-    m = memory_report(caches)
-    lines = [f"Prompt    {r.prompt_tokens:,} tokens, {r.prompt_tps:.1f} tokens/s", f"Answer    {r.generation_tokens:,} tokens, {r.generation_tps:.1f} tokens/s",
-        f"Cache     {size_text(m.held)} held, {size_text(m.fp16)} as float16: ratio {m.ratio:.2f} ({m.fraction:.1%})"]
-    return '\n'.join(lines + [f"{'Layers' if not i else '':9} {l}" for i,l in enumerate(layers_text(caches))])
+    return '\n'.join([f"Prompt    {r.prompt_tokens:,} tokens, {r.prompt_tps:.1f} tokens/s", f"Answer    {r.generation_tokens:,} tokens, {r.generation_tps:.1f} tokens/s", *cache_text(caches)])
 
 # %% ../nbs/99_cli.ipynb #5c17363a
 def saved_text(path, # of a file
@@ -295,6 +302,65 @@ def chosen_config(model, # a model
     typer.echo(selection_text(result), err=True)
     return result.config
 
+# %% ../nbs/99_cli.ipynb #e945d029
+def read_context(model, tokenizer,
+    text:str, # of the context
+    caches:list, # empty, one entry a layer
+    chat:bool=True, # it stands in a user's message, if there is a chat template
+    progress:bool=True # bars on stderr, after a second
+)->int: # tokens
+    "Read what questions will be about; a method that acts at the end of a prompt, or by repeating it, acts now"
+    before = tokenizer.encode(chat_frame(tokenizer)[0], add_special_tokens=False) if chat and tokenizer.has_chat_template else []
+    tokens = before + tokenizer.encode(text, add_special_tokens=not before)
+    repeats, n = wants_repeat(caches), len(tokens)
+    announce_prompt(caches, n)
+    for i in tqdm(range(0, n, 512), disable=not progress, delay=1, leave=False, unit_scale=512, unit='tok', desc='context'):
+        model(mx.array(tokens[i:i+512])[None], cache=caches)
+        mx.eval([c.state for c in caches])
+        mx.clear_cache()
+    if repeats: kvzip_compress(model, caches, tokens[len(before):], **repeat_ids(tokenizer, chat), context_range=(len(before), n), progress=progress)
+    return n
+def question_tokens(tokenizer, text:str,
+    chat:bool=True # as for `read_context`
+)->list: # ids
+    "Tokens of a question that follows a context"
+    return tokenizer.encode('\n\n'+text+(chat_frame(tokenizer)[1] if chat else ''), add_special_tokens=False)
+
+# %% ../nbs/99_cli.ipynb #9f874b55
+def safetensors_file(path:Path|None)->Path|None:
+    "A file that can be written, or None"
+    if path and (path.suffix!='.safetensors' or not path.parent.is_dir()): raise QuantizerConfigError(f"--save must be a .safetensors file in a directory that exists (got {str(path)!r})")
+    return path
+def load_context(model, path:Path # written by `veloxquant context`
+)->tuple: # caches, whether they hold the beginning of a chat
+    "A saved context for a model"
+    caches, about = load_prompt_cache(str(path), return_metadata=True)
+    if about.get('veloxquant')!='context' or len(caches)!=len(make_prompt_cache(model)): raise QuantizerConfigError(f"--context must be a text, or a file that `veloxquant context` wrote for the same model (got {str(path)!r})")
+    return caches, about['chat']=='yes'
+
+# %% ../nbs/99_cli.ipynb #0095631d
+@app.command('context')
+def save_context(
+    text:Annotated[Path, typer.Argument(exists=True, dir_okay=False, help='Text file.', show_default=False)],
+    save:Annotated[Path, typer.Option(dir_okay=False, help='The .safetensors file to write.', show_default=False)],
+    model:ModelName=None,
+    method:Annotated[str, typer.Option('--method', help='Compression method, see `veloxquant methods`.')]='kvzip',
+    option:Pairs=None,
+    keep:Annotated[float|None, typer.Option(min=.01, max=1, help='kvzip: share of the text that stays, sets kvzip_budget.', show_default=False)]=None,
+    chat:Annotated[bool, typer.Option(help='The text stands in a chat, if the model has a template.')]=True):
+    "Read a text once, compress it and save it. Then ask: veloxquant generate --context FILE --prompt QUESTION"
+    if keep and method!='kvzip': raise QuantizerConfigError(f"--keep needs --method kvzip (got {method!r})")
+    safetensors_file(save), read_options(method, option or []) # errors before the model is loaded
+    lm, tokenizer = load_model(model)
+    words = prompt_text(text.read_text())
+    config = config_of(method, **read_options(method, option or []))
+    if keep: config = replace(config, kvzip_budget=max(config.kvzip_n_sink+1, round(keep*len(tokenizer.encode(words)))))
+    caches = cache_maker(lm, config)()
+    n = read_context(lm, tokenizer, words, caches, chat)
+    typer.echo('\n'.join([f'Context   {n:,} tokens', *cache_text(caches)]), err=True)
+    about = dict(veloxquant='context', chat='yes' if chat and tokenizer.has_chat_template else 'no')
+    typer.echo(saved_text(save, save_prompt_cache(save, caches, about, progress=True), caches), err=True)
+
 # %% ../nbs/99_cli.ipynb #a84d8d4e
 @app.command()
 def generate(
@@ -306,15 +372,21 @@ def generate(
     max_tokens:Annotated[int, typer.Option(min=1, help='Longest answer.')]=256,
     temp:Annotated[float, typer.Option(min=0, help='Temperature; 0 takes the most likely token.')]=0.,
     chat:Annotated[bool, typer.Option(help='Put the prompt through the chat template, if the model has one.')]=True,
+    context:Annotated[Path|None, typer.Option(exists=True, dir_okay=False, help='Text that the prompt is a question about: a text file, or what `veloxquant context` wrote.', show_default=False)]=None,
     save:Annotated[Path|None, typer.Option(dir_okay=False, help='Afterwards write the cache to this .safetensors file, in the stored form of the method if it has one.', show_default=False)]=None):
     "Generate text through a compressed cache: the text on stdout, bytes and speed on stderr."
     if auto and method: raise QuantizerConfigError(f"--auto and --method exclude each other (got --method {method})")
-    if save and (save.suffix!='.safetensors' or not save.parent.is_dir()): raise QuantizerConfigError(f"--save must be a .safetensors file in a directory that exists (got {str(save)!r})")
+    is_saved = context is not None and context.suffix=='.safetensors'
+    if is_saved and (method or option or auto): raise QuantizerConfigError(f"--method, --option and --auto do not go with a saved context, which has its method (got {str(context)!r})")
+    safetensors_file(save)
     text = prompt_text(prompt)
     if method: read_options(method, option or []) # before the model is loaded
     lm, tokenizer = load_model(model)
-    tokens = prompt_tokens(tokenizer, text, chat)
-    caches = cache_maker(lm, chosen_config(lm, len(tokens)+max_tokens, method, option or []))()
+    if is_saved: caches, chat = load_context(lm, context)
+    words = context.read_text() if context and not is_saved else ''
+    tokens = question_tokens(tokenizer, text, chat) if context else prompt_tokens(tokenizer, text, chat)
+    if not is_saved: caches = cache_maker(lm, chosen_config(lm, len(tokenizer.encode(words))+len(tokens)+max_tokens, method, option or []))()
+    if words: read_context(lm, tokenizer, words, caches, chat)
     for r in stream(lm, tokenizer, tokens, caches, max_tokens, temp): typer.echo(r.text, nl=False)
     typer.echo()
     typer.echo(generation_text(r, caches), err=True)

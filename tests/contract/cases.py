@@ -22,9 +22,12 @@ class Traits:
     prompt_end:bool = False # acts when a prompt ends: where it ends is announced, and its calls are read exactly
     exact_prompt:bool = True # a prompt fed in one call gets exact attention
     below_fp16:bool = True # fewer bytes than fp16 at 2,048 tokens, whatever the rows
+    most_bytes:float = .6 # and at most this part of them
     exact_values:bool = False # values stay as they are
     uneven_heads:bool = False # what a head needs depends on its rows, and arrays are as wide as the widest
     ranks_nan:bool = False # NaN is an input with a meaning
+    draws_rows:bool = False # lots differ from row to row of a batch, and so do values from those of a row alone
+    averages_heads:bool = True # each query head twice, beside itself, is the same as once
     sides:str = 'kv' # what the width is a width of
     powers_of_two:str = '' # sides ('k', 'v') whose head dimension must be one
     worst:float = .6 # relative error of the narrowest width, at most
@@ -36,8 +39,8 @@ METHOD = dict(
     turboquant_rvq=dict(seed='seed'), turboquant_mse=dict(seed='seed'), turboquant_prod=dict(seed='seed'), polar=dict(seed='seed'), qjl=dict(seed='seed', sides='v'), spectral=dict(seed='seed'), vecinfer=dict(seed='seed', powers_of_two='k'), nsnquant=dict(seed='nsn_seed', powers_of_two='kv'), gear=dict(seed='seed'),
     zipcache=dict(prompt_end=True, seed='seed'), amc=dict(prompt_end=True), anchorkv=dict(prompt_end=True, seed='anchorkv_seed'),
     xquant=dict(prompt_end=False), cachegen=dict(worst=1.), kvtc=dict(prompt_end=False, worst=.8), svdq=dict(exact_values=True, uneven_heads=True), palu=dict(exact_prompt=False, uneven_heads=True), minicache=dict(below_fp16=False), a2ats=dict(trimmable=False, below_fp16=False, seed='seed'),
-    rocketkv=dict(trimmable=False, evicts=True, prompt_end=True), streaming_llm=dict(prompt_end=False, exact_prompt=False, reads_rows=False), kvzip=dict(below_fp16=False),
-    chunkkv=dict(uneven_heads=True), cam=dict(seed='seed'), curdkv=dict(seed='seed', ranks_nan=True), keyformer=dict(seed='keyformer_seed'), knorm=dict(ranks_nan=True))
+    rocketkv=dict(trimmable=False, evicts=True, prompt_end=True, most_bytes=.7), streaming_llm=dict(prompt_end=False, exact_prompt=False, reads_rows=False),
+    kvzip=dict(below_fp16=False), chunkkv=dict(uneven_heads=True), cam=dict(seed='seed', draws_rows=True), curdkv=dict(seed='seed', ranks_nan=True), keyformer=dict(seed='keyformer_seed', averages_heads=False), morphkv=dict(averages_heads=False), knorm=dict(ranks_nan=True))
 
 SERVABLE = {k: replace(m, cache_class=m.cache_class.serving) if m.standalone else m for k,m in methods().items()} # standalone ones by their serving class
 def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get(method, {}))
@@ -45,8 +48,13 @@ def traits(method): return Traits(**FAMILY[SERVABLE[method].family] | METHOD.get
 # --- configurations
 
 SMALL = dict( # fields with which a method begins to pack after a few dozen tokens; the defaults of the others do by token 290
-    curdkv=dict(curdkv_budget=64),
+    squeeze=dict(squeeze_budget=64),
+    cam=dict(cam_budget=64),
+    keyformer=dict(keyformer_budget=64, keyformer_recent=16), morphkv=dict(morphkv_budget=64),
+    rocketkv=dict(rocketkv_compression_ratio=32., rocketkv_obs_window=8),
+    nestedkv=dict(nestedkv_budget=64), curdkv=dict(curdkv_budget=64),
     qfilters=dict(qfilters_budget=64, qfilters_calib_tokens=50, qfilters_min_retention=None),
+    kvzip=dict(kvzip_budget=64, kvzip_probe='latest'),
     knorm=dict(knorm_budget=64), kvtc=dict(calibrated='head'),
     anchorkv=dict(anchorkv_window=8, anchorkv_anchor_frac=.125, anchorkv_theta=.3),
     tova=dict(tova_budget=64),
@@ -66,10 +74,17 @@ SMALL = dict( # fields with which a method begins to pack after a few dozen toke
     kvquant=dict(n_calib_tokens=32, kvquant_group_size=8), kitty=dict(residual_length=32, kitty_group_size=8))
 BOOK = mx.array(np.random.default_rng(4).standard_normal((32,8)).astype(np.float32))
 VARIANTS = dict(
+    morphkv=dict(paper=dict(morphkv_budget=57, morphkv_n_sink=0, morphkv_window=30), one=dict(morphkv_budget=41, morphkv_window=1)),
+    cam=dict(paper=dict(cam_budget=41, cam_n_sink=0, cam_merge='mean'), keys=dict(rope=RopeParams(24), cam_budget=37, cam_merge_keys=True, cam_merge_gate=False), window=dict(cam_merge='drop')),
+    squeeze=dict(window=dict(squeeze_budget=41, squeeze_n_sink=0), own=dict(squeeze_resolved_budget=37)),
+    keyformer=dict(paper=dict(keyformer_budget=41, keyformer_n_sink=0, keyformer_recent=12, keyformer_tau_end=2., keyformer_anneal_steps=5), flat=dict(keyformer_budget=37, keyformer_recent=0, keyformer_tau=3.)),
+    rocketkv=dict(few=dict(rocketkv_compression_ratio=8., rocketkv_page_size=5, rocketkv_head_topk1=3, rocketkv_n_sink=0), exact=dict(rocketkv_page_size=1, rocketkv_head_topk1=16, rocketkv_obs_window=1)),
+    nestedkv=dict(free=dict(nestedkv_budget=41, nestedkv_n_sink=0, nestedkv_window=5, nestedkv_safeguard_alpha=0.), even=dict(nestedkv_safeguard_alpha=1., nestedkv_beta=0.)),
     curdkv=dict(exact=dict(curdkv_budget=45, curdkv_n_sink=0, curdkv_rank_cap=256), one=dict(curdkv_budget=37, curdkv_n_sink=30, curdkv_rank_cap=1)),
     qfilters=dict(recent=dict(qfilters_budget=45, qfilters_n_sink=0, qfilters_recent=21, qfilters_min_retention=.9), one_query=dict(qfilters_budget=37, qfilters_calib_tokens=1, qfilters_sign=-1)),
     streaming_llm=dict(rope=dict(rope=RopeParams(24), stream_window_size=40), window=dict(stream_n_sink=0, stream_window_size=50)),
     snapkv=dict(half=dict(snap_dtype='float16', snap_obs_window=16), per_head=dict(snap_batched_scoring=False, snap_n_sink=0, snap_budget=50)),
+    kvzip=dict(no_sinks=dict(kvzip_budget=45, kvzip_n_sink=0)),
     knorm=dict(recent=dict(knorm_budget=45, knorm_n_sink=0, knorm_recent=21), longest=dict(knorm_budget=37, knorm_keep='high')),
     tova=dict(paper=dict(tova_budget=41, tova_n_sink=0), plain=dict(tova_backend="mlx"), words=dict(tova_budget=30, tova_backend="reference")),
     pyramidkv=dict(paper=dict(pyramid_budget=41, pyramid_n_sink=0, pyramid_beta=20., pyramid_backend="mlx"), own=dict(pyramid_resolved_budget=40)),
@@ -99,8 +114,8 @@ VARIANTS = dict(
     gear=dict(rank2=dict(gear_rank=2, gear_sparse_fraction=0.), exact_values=dict(gear_quantize_values=False, gear_rank=0)),
     xquant=dict(one_bit=dict(xquant_base_bits=1, residual_length=48, xquant_max_ctx=96)),
     kitty=dict(wide=dict(kitty_lo_bit=3, kitty_hi_bit=8, kitty_hi_fraction=.4), plain=dict(kitty_hi_fraction=0.)))
-VARIANT_TRAITS = dict(xkv=dict(half_latents=dict(below_fp16=False)), curdkv=dict(exact=dict(seed=None)), a2ats=dict(given=dict(trimmable=True, seed=None)), kvtc=dict(prompt=dict(prompt_end=True, uneven_heads=True))) # what differs from the method's own
-EXACT = dict(chunkkv=100, curdkv=64, pyramidkv=64, qfilters=64, streaming_llm=64, tova=64, snapkv=64, knorm=64, h2o=64, vecinfer=31, a2ats=55, nsnquant=15, spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, xquant=31, cachegen=31, kvtc=131, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
+VARIANT_TRAITS = dict(cam=dict(keys=dict(seed=None, draws_rows=False), window=dict(seed=None, draws_rows=False)), xkv=dict(half_latents=dict(below_fp16=False)), curdkv=dict(exact=dict(seed=None)), a2ats=dict(given=dict(trimmable=True, seed=None)), kvtc=dict(prompt=dict(prompt_end=True, uneven_heads=True))) # what differs from the method's own
+EXACT = dict(nestedkv=64, cam=64, morphkv=64, squeeze=64, kvzip=64, rocketkv=13, keyformer=64, chunkkv=100, curdkv=64, pyramidkv=64, qfilters=64, streaming_llm=64, tova=64, snapkv=64, knorm=64, h2o=64, vecinfer=31, a2ats=55, nsnquant=15, spectral=0, polar=0, turboquant_rvq=0, turboquant_mse=0, turboquant_prod=0, qjl=0, kivi=31, kivi_sink=31, xquant=31, cachegen=31, kvtc=131, adakv=31, kvquant=32, gear=127, skvq=36) # tokens that `SMALL` keeps exact
 
 APART = 'rope', 'calibrated' # what a case has beside fields
 
@@ -203,11 +218,11 @@ def feed(c, x, chunks=None, attend=True):
     "Outputs of a prompt in one call or in chunks"
     c.expect_prompt(x.n)
     outs, at = [], 0
-    for n in chunks or (x.n,):
+    for i,n in enumerate(chunks or (x.n,)):
         y, at = x[at:at+n], at+n
         if attend: outs.append(call(c, y))
         else: c.update_and_fetch(y.k, y.v)
-        mx.eval(outs[-1:], c.state)
+        mx.eval(outs[-1:], [] if i%8 and at<x.n else c.state) # a model evaluates outputs only
     assert at==x.n
     return outs
 

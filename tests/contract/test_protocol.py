@@ -123,20 +123,21 @@ def grown(f):
         more = mx.get_active_memory()-before-(kept.nbytes if kept else 0)
     return more
 
-@few
-@pytest.mark.parametrize('chunk', [900,256])
+def prefill(case, chunk, refs):
+    "A cache after 900 tokens, of which only outputs are evaluated, as mlx-lm does; weak references to all arrays that it was given"
+    c = case.create()
+    for i in range(0, 900, chunk):
+        x = rows(min(chunk, 900-i), seed=i)
+        handles = c.update_and_fetch(x.k, x.v)
+        mx.eval(mx.fast.scaled_dot_product_attention(x.q, *handles, scale=SCALE, mask='causal'))
+        refs.extend(weakref.ref(o) for o in (x.k, x.v, *handles))
+    return c
+
+@pytest.mark.parametrize('case,chunk', [(c,900) for c in FEW]+[(c,256) for c in ONE], ids=str)
 def test_no_full_size_rows_after_a_prefill(case, chunk):
-    "Only outputs are evaluated, as mlx-lm does; then the process holds what the cache says, and none of the arrays it was given"
+    "The process holds what the cache says, and none of the arrays it was given"
     refs = []
-    def prefill():
-        c = case.create()
-        for i in range(0, 900, chunk):
-            x = rows(min(chunk, 900-i), seed=i)
-            handles = c.update_and_fetch(x.k, x.v)
-            mx.eval(mx.fast.scaled_dot_product_attention(x.q, *handles, scale=SCALE, mask='causal'))
-            refs.extend(weakref.ref(o) for o in (x.k, x.v, *handles))
-        return c
-    assert grown(prefill)<H*900*D*4/3 # a third of one side
+    assert grown(lambda: prefill(case, chunk, refs))<H*900*D*4/3 # a third of one side
     assert all(r() is None for r in refs)
 
 @few

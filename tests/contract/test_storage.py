@@ -31,13 +31,20 @@ def differ(a, b, case):
     equal = lambda x, y: close(x, y, 1e-4) if mx.issubdtype(x.dtype, mx.floating) else mx.array_equal(x, y)
     return [i for i,(x,y) in enumerate(zip(in_order(a).state, in_order(b).state, strict=True)) if not equal(x, y)]
 
-@each
-@pytest.mark.parametrize('grid', [1024,32], ids=['','ties'])
-def test_chunking_does_not_change_what_is_stored(case, grid):
-    "Bit for bit, on a coarse grid too, where many sums are exactly 0 and fall between two codes"
-    x = rows(grid=grid)
+def chunked(case, x, *chunkings):
+    "Which chunkings leave another state than a prompt in one call, and in what"
     once = filled(case, x)
-    assert not {len(chunks): d for chunks in ((1,)*T, chunks_of(T, 7), (T-1,1), (31,1,128,130)) if (d := differ(filled(case, x, chunks), once, case))}
+    return {len(chunks): d for chunks in chunkings if (d := differ(filled(case, x, chunks), once, case))}
+
+@each
+def test_chunking_does_not_change_what_is_stored(case):
+    "Bit for bit"
+    assert not chunked(case, rows(), (1,)*T, chunks_of(T, 7), (T-1,1), (31,1,128,130))
+
+@few
+def test_chunking_with_ties(case):
+    "On a coarse grid, where many sums are exactly 0 and fall between two codes"
+    assert not chunked(case, rows(grid=32), chunks_of(T, 7), (T-1,1), (31,1,128,130))
 
 @over(FEW, lambda t: t.prompt_end)
 def test_an_open_prompt_is_read_exactly(case):
@@ -55,9 +62,10 @@ def test_rows_of_a_batch_are_independent(case):
         alone = filled(case, x.batch(i))
         assert close(got[i:i+1], call(alone, y.batch(i)))
         assert both.used_nbytes==2*alone.used_nbytes or case.traits.uneven_heads and 0<=both.used_nbytes/alone.used_nbytes-2<.05
-        fill = both.size()-alone.size() # rows in front that are nobody's, where one row of a batch keeps fewer tokens than another
-        assert not fill or (both.row_positions()[i,:,:fill]<0).all()
-        assert all(close(a[i:i+1,:,fill:], b) for a,b in zip(decoded(both), decoded(alone)))
+        for a,b in zip(decoded(both), decoded(alone)):
+            fill = a.shape[2]-b.shape[2] # rows in front that are nobody's, where one row of a batch, or a head of it, keeps fewer tokens than another
+            assert not fill or (both.row_positions()[i,:,:fill]<0).all()
+            assert close(a[i:i+1,:,fill:], b) or case.traits.draws_rows
 
 @few
 @pytest.mark.parametrize('dtype', [mx.float16, mx.bfloat16], ids=['float16','bfloat16'])
@@ -72,10 +80,11 @@ def test_dtype_of_the_model(case, dtype):
 
 @few
 def test_dtype_of_exact_rows(case):
-    "`dtype` is that of stored rows; outputs keep the queries'"
+    "`dtype` is that of stored rows; outputs, and queries that stay with a cache, keep the queries'"
     x = rows()
     a, b, y = filled(case, x, dtype=mx.float16), filled(case, x.astype(mx.float16)), step()
-    assert a.used_nbytes==b.used_nbytes
+    noted = [getattr(c, 'ring', None) for c in (a, b)]
+    assert a.used_nbytes-b.used_nbytes==(0 if noted[0] is None else noted[0].nbytes-noted[1].nbytes)
     out = call(a, y)
     assert out.dtype==mx.float32 and close(out, call(b, y.astype(mx.float16)), 4e-3)
 
@@ -104,6 +113,8 @@ def test_constant_rows(case, value):
 def test_seeds(case):
     x, field = rows(), case.traits.seed
     a, b, c = filled(case, x), filled(case, x), filled(case, x, **{field: 7})
+    for i in range(40 if case.traits.draws_rows else 0): # lots of decode steps
+        for o in a, b, c: mx.eval(call(o, x[i:i+1]))
     assert stored(a)==stored(b)
     random = dict(case.given).get('gear_rank')!=0 # without a low-rank term nothing is drawn
     assert (snapshot(a.state[2:])!=snapshot(c.state[2:]))==random
@@ -284,9 +295,9 @@ def test_fewer_bytes_than_fp16(case, defaults):
     c = filled(case, rows(2048, D=64), dtype=mx.float16)
     assert c.fp16_nbytes==2*2*2048*(64+64)
     half = case.traits.exact_values or any(k.endswith('_quantize_values') and v is False for k,v in case.given) # values stay as they are
-    assert c.nbytes<(.95 if half or case.name=='8' else .6)*c.fp16_nbytes
+    assert c.nbytes<(.95 if half or case.name=='8' else case.traits.most_bytes)*c.fp16_nbytes
 
-@over(FEW, lambda t: not t.evicts)
+@over(ONE, lambda t: not t.evicts)
 def test_growth_is_linear(case):
     "Twice the tokens, twice the bytes; slack is an eighth and a few hundred rows"
     x, c, sizes, at = rows(4096), case.create(), {}, 0

@@ -10,6 +10,7 @@ Docs: https://example.github.io/veloxquant_mlx/core/abstractions.html.md"""
 __all__ = ['Quantizer', 'KVCache', 'ArtifactStore', 'CacheEvent', 'QuantizationObserver']
 
 # %% ../../nbs/core/abstractions.ipynb #873095c0
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class CacheEvent:
     keys:mx.array|None = field(default=None, compare=False, repr=False) # (B, H, L, D) new keys as they came
     values:mx.array|None = field(default=None, compare=False, repr=False) # (B, H, L, D_v) new values
     read:Callable|None = field(default=None, compare=False, repr=False) # 'k' or 'v' → float32 rows of all stored tokens, decoded when asked
+    cache:weakref.ref|None = field(default=None, compare=False, repr=False) # whose update it was
 
 # %% ../../nbs/core/abstractions.ipynb #d3b32b4b
 class QuantizationObserver(ABC):

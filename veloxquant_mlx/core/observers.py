@@ -10,6 +10,7 @@ Docs: https://example.github.io/veloxquant_mlx/core/observers.html.md"""
 __all__ = ['EventLog', 'LatencyObserver', 'MemoryObserver', 'KeyNormObserver', 'DistortionObserver']
 
 # %% ../../nbs/core/observers.ipynb #7d343e5b
+import weakref
 from fastcore.basics import patch
 import mlx.core as mx
 from .abstractions import *
@@ -74,14 +75,16 @@ class DistortionObserver(EventLog):
     figures = 'keys', 'values'
     def __init__(self):
         super().__init__()
-        self.seen = {} # layer → rows as they came, for each side
+        self.seen = weakref.WeakKeyDictionary() # cache → rows as they came, for each side; a cache that is gone is forgotten
     def measure(self, event):
-        if event.keys is None or event.read is None: return dict.fromkeys(self.figures)
+        cache = event.cache and event.cache()
+        if event.keys is None or event.read is None or cache is None: return dict.fromkeys(self.figures)
         new = event.keys.astype(mx.float32), event.values.astype(mx.float32)
-        old = self.seen.get(event.layer) if event.offset>event.shape[2] else None
-        rows = new if old is None else tuple(mx.concatenate([a, b], axis=2) for a,b in zip(old, new))
+        before = event.offset-event.shape[2]
+        old = self.seen.get(cache) if before else None
+        rows = new if old is None else tuple(mx.concatenate([a[:, :, :before], b], axis=2) for a,b in zip(old, new))
         mx.eval(rows)
-        self.seen[event.layer] = rows
+        self.seen[cache] = rows
         res = {}
         for side, x in zip(self.figures, rows):
             y = event.read(side[0])

@@ -198,6 +198,7 @@ def update_and_fetch(self:CompressedCache, keys:mx.array, # (B, H, L, D)
         raise RuntimeError(f"{self.method if self.needs_queries else 'sliding_window'}: attention hook bypassed by {self.model}")
     if not self._attended: self._due = True # a method without need of queries acts here, if the hook was bypassed
     self.commit()
+    if self.config.observers: mx.eval(keys, values) # what the model still had to compute is not the cache's time
     start = time.perf_counter()
     L = keys.shape[2]
     self.store(keys, values)
@@ -269,7 +270,7 @@ def _observe(self:CompressedCache, keys, values, start):
     mx.eval(self.payload())
     seconds = time.perf_counter()-start
     read = lambda side: self.dense(side, self.offset).astype(mx.float32)
-    event = CacheEvent(self.method, self.layer, tuple(keys.shape), self.offset, self.nbytes, seconds, keys, values, read)
+    event = CacheEvent(self.method, self.layer, tuple(keys.shape), self.offset, self.nbytes, seconds, keys, values, read, weakref.ref(self))
     for o in self.config.observers: o.on_event(event)
 
 # %% ../../nbs/engine/base.ipynb #917db579

@@ -131,7 +131,9 @@ def layer_part(arrays:dict, # of an artifact
     layers = arrays['layers'].tolist()
     if layer not in layers: raise ArtifactError(f"store: {key} has no layer {layer} (it has {layers})")
     i = layers.index(layer)
-    return {n: mx.contiguous(a[i]) for n,a in arrays.items() if n not in ('layers', 'shape')}
+    part = {n: mx.contiguous(a[i]) for n,a in arrays.items() if n not in ('layers', 'shape')}
+    mx.eval(part) # the cache may be used in another thread, which cannot compute what this one began
+    return part
 
 # %% ../../nbs/engine/calibrate.ipynb #2db5c950
 def artifact_key(method:str, # config name

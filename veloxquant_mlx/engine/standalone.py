@@ -120,6 +120,7 @@ def append(self:StandaloneCache, k:mx.array, v:mx.array): # (D,) each
     self._check(k, 'key', self.n_keys)
     self._check(v, 'value', self.n_values)
     if v.dtype!=k.dtype: raise ValueError(f"{self.method}: key and value must have one dtype (got {k.dtype} and {v.dtype})")
+    if self.config.observers: mx.eval(k, v) # what they still had to be computed from is not the cache's time
     start = time.perf_counter()
     self.append_key(k)
     self.append_value(v)
@@ -127,7 +128,7 @@ def append(self:StandaloneCache, k:mx.array, v:mx.array): # (D,) each
     seconds, streams = time.perf_counter()-start, dict(k=self.keys_stream, v=self.values_stream)
     read = lambda side: streams[side].codec.from_basis(streams[side].read(self.n_keys-len(self), self.n_keys))
     rows = [x[None, None, None] for x in (k, v)]
-    event = CacheEvent(self.method, None, rows[0].shape, self.n_keys, self.memory_bytes(), seconds, *rows, read)
+    event = CacheEvent(self.method, None, rows[0].shape, self.n_keys, self.memory_bytes(), seconds, *rows, read, weakref.ref(self))
     for o in self.config.observers: o.on_event(event)
 
 # %% ../../nbs/engine/standalone.ipynb #312d97af

@@ -57,7 +57,7 @@ class Comparison:
     fraction:float # held / fp16
     step_ms:float|None # median decode step; None: not timed
     step_ratio:float|None # against the plain cache in the same run
-    stored:int|None=None # bytes of the stored form, encoded after the text; None if there is none
+    stored:int|None=None # bytes as they are saved, encoded after the text: the stored form of a method that has one, else the arrays in use
 
     @property
     def ratio(self)->float: return self.fp16/self.held if self.held else 0.
@@ -99,7 +99,7 @@ def compare_one(model, tokenizer,
     m, cache = measure, make()
     nll = continuation_nll(model, corpus_tokens(tokenizer, m.tokens), cache, m.prefill, m.chunk, progress=progress).nll
     size, formula = memory_report(cache), formula_bytes(cache)
-    stored = stored_bytes(cache, encode=True)
+    stored = stored_bytes(cache, encode=True) or size.used
     del cache # not beside those of the next measurements
     found = needle_found(model, tokenizer, make, m.needle_context, progress=progress).found if m.needle_context else None
     ms, ratio = None, None
@@ -165,7 +165,7 @@ def note(self:ComparisonReport)->str:
     s = self.setting
     text = f"NLL in nats a token: {s['tokens']:,} tokens of text, the first {s['prefill']:,} in one call, the others {s['chunk']} at a time."
     text += f" Ratio and shares are against float16 keys and values, {size_text(self[0].fp16)}; held counts all arrays, used leaves out slack, formula is the method's own."
-    if any(r.stored for r in self): text += " Stored: the bytes of the form that is saved, of methods that have one; nothing can read it before it is decoded."
+    if any(r.stored for r in self): text += " Stored: the bytes that are saved; a stored form, where a method has one, is shorter than the arrays in use, and nothing can read it before it is decoded."
     if s['computes_in']!=s['exact_rows']: text += f" The model computes in {s['computes_in']}: the plain cache holds that, compressed caches keep exact rows in {s['exact_rows']}."
     if s['speed_context']: text += f" Step: the median of {s['steps']} at {s['speed_context']:,} tokens; the plain cache's, measured in turns, is 1."
     return text

@@ -233,7 +233,7 @@ def scaled_rope(dims:int, # D
 )->RopeParams:
     "RoPE by its configuration"
     try: return rope_params(initialize_rope(dims, base, False, scaling))
-    except (KeyError, TypeError, ValueError) as e: raise QuantizerConfigError(f"a2ats_rope_scaling must have the numbers of its type, {e} is missing or wrong (got {scaling!r})") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e: raise QuantizerConfigError(f"a2ats_rope_scaling must have the numbers of its type, {e} is missing or wrong (got {scaling!r})") from None
 
 # %% ../../nbs/methods/a2ats.ipynb #bd284ae2
 @patch
@@ -295,7 +295,9 @@ def _take(self:A2ATSCache, H, codebook):
     "Turn given arrays into tables"
     c = self.config
     if H is not None: self.table = metric_table(metric(as_numpy(H)))
-    if codebook is not None: self.given, self.codebook = True, cast_finite(mx.array(as_numpy(codebook)))
+    if codebook is not None:
+        self.given, self.codebook = True, cast_finite(mx.array(as_numpy(codebook)))
+        mx.eval(self.codebook) # the cache may be used in another thread
     self.moments = QueryMoments() if c.a2ats_use_query_aware and H is None and codebook is None else None
 
 # %% ../../nbs/methods/a2ats.ipynb #aedc3100

@@ -542,6 +542,7 @@ class Bases:
         for side, t in tables.items():
             errors = t['errors'] if 'errors' in t else law_errors(t['energy'], facts['n'], c.kvtc_beta)
             setattr(self, side, _planned(mx.array(t['mean'])[:, None], mx.array(t['axes']), plans(errors, c.kvtc_bit_budget*n_heads, c.kvtc_bit_choices)))
+        mx.eval([(o.mean, o.axes) for o in (self.keys, self.values)]) # a cache may be used in another thread, which cannot compute what this one began
     nbytes = property(lambda self: self.keys.nbytes+self.values.nbytes)
     def __deepcopy__(self, memo): return self
 

@@ -13,13 +13,13 @@ Docs: https://example.github.io/veloxquant_mlx/methods/palu.html.md"""
 # %% auto #0
 __all__ = ['tier_plan', 'SOURCES', 'TIERS', 'head_groups', 'energy_rank', 'group_rank', 'n_first', 'walsh', 'tier_rotation',
            'TierPlan', 'PALUOptions', 'HeadBasis', 'fold_axes', 'moment_axes', 'side_by_side', 'prompt_basis',
-           'projection', 'key_value_weights', 'weight_basis', 'calibrate_palu', 'PaluCodec', 'PALUCache',
-           'artifact_bases', 'embedded_tokens', 'latent_snippet']
+           'projection', 'key_value_weights', 'weight_basis', 'calibrate_palu', 'fisher_shares', 'shared_rank',
+           'fisher_information', 'PaluCodec', 'PALUCache', 'artifact_bases', 'embedded_tokens', 'latent_snippet']
 
 # %% ../../nbs/methods/palu.ipynb #6944c23b
 import functools, itertools, operator
 from dataclasses import dataclass
-import mlx.core as mx
+import mlx.core as mx, mlx.nn as nn
 import numpy as np
 from fastcore.basics import patch
 from ..core.artifacts import content_hash
@@ -129,7 +129,7 @@ def decode(self:TierPlan, codes:mx.array, scale:mx.array, zero:mx.array)->mx.arr
 @dataclass
 class PALUOptions(Options):
     "Options of `palu`"
-    palu_rank:int|None = opt(None, "latent channels for each KV head, $r/s$; None: by energy", ge=1)
+    palu_rank:int|None = opt(None, "latent channels for each KV head, $r/s$, on average where Fisher information shares them out; None: by energy", ge=1)
     palu_energy_threshold:float = opt(0.9, r"share of the energy that is kept, without the mean, $\tau$", gt=0, le=1)
     palu_n_head_groups:int = opt(4, "groups of KV heads that share a latent, at most one for each head", ge=1)
     palu_hi_bit:int = opt(4, "bits of the first tier, $b_{hi}$", ge=2, le=8)
@@ -157,11 +157,13 @@ def fold_axes(axes:list, # of each group: directions (B or 1, w, w), the largest
     energies:list, # of each group: (B or 1, w), of which the largest rank over the batch is taken
     H:int, # heads
     options, # with the fields of `PALUOptions`
-    bias:mx.array=None # (1, H, 1, D)
+    bias:mx.array=None, # (1, H, 1, D)
+    share:float=None # latent channels of all heads, if they are known
 )->HeadBasis:
     "Choose ranks, and fold rotations into the directions"
     sizes = head_groups(H, len(axes))
-    ranks = tuple(max(group_rank(e, s, options) for e in energy) for energy,s in zip(energies, sizes))
+    if share is None: ranks = tuple(max(group_rank(e, s, options) for e in energy) for energy,s in zip(energies, sizes))
+    else: ranks = tuple(shared_rank(share*s/H, energy.shape[-1], options.palu_group_size) for energy,s in zip(energies, sizes))
     parts = []
     for U,s,r in zip(axes, sizes, ranks):
         V = U[..., :r]@tier_rotation(r, options)
@@ -252,9 +254,12 @@ def weight_basis(weight:np.ndarray, # (H D, hidden)
 def calibrate_palu(model, # of mlx-lm, or a VLM with `language_model`
     sequences, # lists of token ids; an iterable that shows progress if one is wanted
     options:PALUOptions=None, # number of groups; None: the default
-    progress=iter # wraps the list of layers whose bases are found after the texts
+    progress=iter, # wraps the list of layers whose bases are found after the texts
+    ranks:str='energy' # or 'fisher': `palu_rank` is then an average, shared out by Fisher information
 )->tuple: # arrays of the artifact, and facts that it belongs to
     "Directions of every layer's keys and values"
+    if ranks not in ('energy', 'fisher'): raise QuantizerConfigError(f"ranks must be 'energy' or 'fisher' (got {ranks!r})")
+    sequences = list(sequences) if ranks=='fisher' else sequences # read twice
     lm, n_groups = text_model(model), (options or PALUOptions()).palu_n_head_groups
     attention = {s.entry: s.attention for s in cache_slots(lm)[1]}
     weights = {i: key_value_weights(o) for i,o in attention.items()}
@@ -276,7 +281,46 @@ def calibrate_palu(model, # of mlx-lm, or a VLM with `language_model`
             found = [moment_axes(*(mx.array(o.astype(np.float32)) for o in (M, M-np.outer(t, t)/n))) for M,t in zip(own[::2], own[1::2])]
             w = max(len(e) for _,e in found)
             tables[i] |= {f'{name}_axes': np.stack([np.pad(U, [(0, w-len(U))]*2) for U,_ in found]), f'{name}_energy': np.stack([np.pad(e, (0, w-len(e))) for _,e in found]), f'{name}_bias': bias(i, side, (H, D))}
-    return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, palu_n_head_groups=n_groups)
+    if ranks=='fisher':
+        F = fisher_information(lm, [attention[i] for i in tables], sequences)
+        for j,t in enumerate(tables.values()): t |= dict(fisher=F, place=np.int32(j))
+    return layer_stack(tables, shape), model_facts(lm, shape, 'pre', n, palu_n_head_groups=n_groups, **(dict(ranks=ranks) if ranks=='fisher' else {}))
+
+# %% ../../nbs/methods/palu.ipynb #c9401530
+def fisher_shares(F:np.ndarray, # (P,) of the projections
+    total:int, # latent channels of all, R
+    most # of one, H D; an int, or (P,)
+)->np.ndarray: # (P,) int
+    "Share out latent channels"
+    most, order = np.broadcast_to(most, F.shape), np.argsort(-F, kind='stable')
+    total = min(total, most.sum())
+    out = np.minimum(np.floor(total*F/max(F.sum(), 1e-30)), most).astype(int)
+    while left := total-out.sum(): out[order[(out<most)[order]][:left]] += 1
+    return out
+def shared_rank(share:float, w:int, g:int)->int: # r
+    "Latent channels of a group that has a share of its projection's"
+    return min(max(1, int(share/g+.5))*g, w)
+
+# %% ../../nbs/methods/palu.ipynb #39d9b674
+def fisher_information(model, # as returned by `text_model`
+    attention:list, # modules of the layers
+    sequences # lists of token ids
+)->np.ndarray: # (2 layers,) float32: of keys and values of the first, then of the second, …
+    "How much the loss of texts depends on the projections"
+    modules = [getattr(o, n, None) for o in attention for n in ('k_proj', 'v_proj')]
+    weights, total, n = [getattr(m, 'weight', None) for m in modules], None, 0
+    if any(w is None or not mx.issubdtype(w.dtype, mx.floating) for w in weights): raise ValueError("ranks by Fisher information need the gradients of k_proj and v_proj, of weights that are not quantized")
+    def loss(weights, tokens):
+        for m,w in zip(modules, weights): m.weight = w
+        return nn.losses.cross_entropy(model(mx.array(tokens)[None])[0, :-1].astype(mx.float32), mx.array(tokens[1:]), reduction='mean')
+    try:
+        for tokens in sequences:
+            squares, n = [mx.square(g.astype(mx.float32)) for g in mx.grad(loss)(weights, tokens)], n+1
+            total = squares if total is None else [a+b for a,b in zip(total, squares)]
+            mx.eval(total)
+    finally:
+        for m,w in zip(modules, weights): m.weight = w
+    return np.array([mx.sqrt(t/n).mean().item() for t in total], np.float32)
 
 # %% ../../nbs/methods/palu.ipynb #75c78c4e
 class PaluCodec(LatentCodec):
@@ -357,12 +401,15 @@ def adopt(self:PALUCache, arrays:dict, shape:tuple, key:str):
     self.use(artifact_bases(arrays, shape, self.config), 'of calibration')
 def artifact_bases(arrays:dict, shape:tuple, options)->tuple: # one layer's arrays; H, D, D_v
     "Bases of keys and of values"
-    H, out = shape[0], []
-    for name in ('key', 'value'):
+    H, out, shares = shape[0], [], (None, None)
+    if 'fisher' in arrays and options.palu_rank:
+        F, i = np.array(arrays['fisher']), 2*int(np.array(arrays['place']))
+        shares = fisher_shares(F, options.palu_rank*H*len(F), H*np.tile(shape[1:], len(F)//2))[i:i+2].tolist()
+    for name,share in zip(('key', 'value'), shares):
         axes, energy, bias = (np.array(arrays[f'{name}_{o}']) for o in ('axes', 'energy', 'bias'))
         D = bias.shape[-1]
         w = [s*D for s in head_groups(H, len(axes))]
-        out.append(fold_axes([U[None, :n, :n] for U,n in zip(axes, w)], [e[None, :n] for e,n in zip(energy, w)], H, options, mx.array(bias.reshape(1, H, 1, D)) if bias.any() else None))
+        out.append(fold_axes([U[None, :n, :n] for U,n in zip(axes, w)], [e[None, :n] for e,n in zip(energy, w)], H, options, mx.array(bias.reshape(1, H, 1, D)) if bias.any() else None, share))
     return tuple(out)
 
 # %% ../../nbs/methods/palu.ipynb #6f15a119

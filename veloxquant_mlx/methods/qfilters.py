@@ -95,6 +95,7 @@ def use_filter(self:QFiltersCache, f # (H, D), of the layer
     "Rank keys by a filter that was computed ahead of time"
     if self.offset: raise ValueError(f"qfilters: a filter must be given before the first token (got one after {self.offset})")
     self.filter = mx.array(f).astype(mx.float32)[None]
+    mx.eval(self.filter) # the cache may be used in another thread, which cannot compute what this one began
 @patch
 def adopt(self:QFiltersCache, arrays:dict, shape:tuple, key:str):
     "A calibrated filter is a given one"

@@ -80,6 +80,7 @@ class Basis:
         lam = np.maximum(np.asarray(lam, np.float64), 0)
         self.U, self.down, self.lam, self.plans = U, mx.contiguous(mx.swapaxes(U, -1, -2)), lam/lam.sum(axis=1, keepdims=True), {}
         self.dim, self.n_heads = U.shape[-1], U.shape[0]
+        mx.eval(self.U, self.down) # for all threads
     nbytes = property(lambda self: 2*self.U.nbytes+self.lam.nbytes)
     def head(self, i)->'Basis': return Basis(self.U[i:i+1], self.lam[i:i+1])
     def __deepcopy__(self, memo): return self
@@ -252,6 +253,7 @@ def formula_nbytes(self:SpectralCache, T:int)->float:
     return self.shape[0]*self.shape[1]*T*(self.keys_stream.codec.row_nbytes+self.values_stream.codec.row_nbytes)
 
 # %% ../../nbs/methods/spectral.ipynb #6b9a4971
+def _float64(x)->np.ndarray: return np.array(x.astype(mx.float32) if isinstance(x, mx.array) else x, np.float64)
 def check_axes(side:str, # 'key' or 'value'
     U, # (D, D)
     lam, # (D,)
@@ -259,13 +261,13 @@ def check_axes(side:str, # 'key' or 'value'
     dim:int # D
 ):
     "Raise `ValueError` unless a basis fits"
-    U, lam = np.array(U, np.float64), np.array(lam, np.float64)
+    U, lam = _float64(U), _float64(lam)
     if U.shape!=(dim, dim): raise ValueError(f"{side}_U must have shape ({dim}, {dim}) (got {U.shape})")
     if lam.shape!=(dim,): raise ValueError(f"{side}_lambda must have shape ({dim},) (got {lam.shape})")
     off = np.abs(U.T@U-np.eye(dim)).max()
     if not off<=1e-3: raise ValueError(f"{side}_U must have orthonormal columns to 1e-3 (got {off:.2g})")
     if not (np.isfinite(lam).all() and lam[0]>0 and (np.diff(lam)<=0).all() and lam[-1]>=-1e-6*lam[0]): raise ValueError(f"{side}_lambda must be descending and not negative (got {lam[0]:.3g} to {lam[-1]:.3g})")
-    if ds is not None and not 1<=ds<=dim: raise ValueError(f"{side}_ds must be >= 1 and <= {dim} (got {ds})")
+    if ds is not None and not (isinstance(ds, (int, np.integer)) and 1<=ds<=dim): raise ValueError(f"{side}_ds must be an int >= 1 and <= {dim}, or None (got {ds!r})")
 
 # %% ../../nbs/methods/spectral.ipynb #dcaaae23
 @patch
@@ -273,10 +275,11 @@ def calibrate(self:SpectralCache, entry:tuple # key_U (D, D), value_U (D, D), ke
 ):
     "Use these axes from now on"
     if self.n_keys or self.n_values: raise RuntimeError(f"spectral: calibrate before the first token (the cache holds {max(self.n_keys, self.n_values)})")
+    if len(entry)!=6: raise ValueError(f"entry must be (key_U, value_U, key_lambda, value_lambda, key_ds, value_ds) (got {len(entry)} items)")
     key_U, value_U, key_lam, value_lam, key_ds, value_ds = entry
     check_axes('key', key_U, key_lam, key_ds, self.config.head_dim)
     check_axes('value', value_U, value_lam, value_ds, self.config.head_dim)
-    basis = lambda U, lam: Basis(mx.array(U).astype(mx.float32)[None], np.array(lam)[None])
+    basis = lambda U, lam: Basis(mx.array(U).astype(mx.float32)[None], _float64(lam)[None])
     self.calibration = Calibration(basis(key_U, key_lam), basis(value_U, value_lam), key_ds, value_ds)
     self.reset()
 

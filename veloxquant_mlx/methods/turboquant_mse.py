@@ -98,7 +98,8 @@ class TurboQuantMSEOptions(Options):
 def check_outlier_stream(config): # a `KVCacheConfig` or `LayerConfig`
     "Raise `QuantizerConfigError` unless the fields of the outlier stream fit together"
     check_outlier_channels(config)
-    b = config.bit_width_outlier
+    n, b = config.n_outlier_channels, config.bit_width_outlier
+    if n is not None and n>=config.head_dim: raise QuantizerConfigError(f"n_outlier_channels must be < head_dim, {config.head_dim} (got {n})")
     if b is not None and not 1<=b<=8: raise QuantizerConfigError(f"bit_width_outlier must be >= 1 and <= 8 (got {b})")
 
 # %% ../../nbs/methods/turboquant_mse.ipynb #ed45ebf5

@@ -15,7 +15,7 @@ __all__ = ['NOTHING', 'TABLES', 'SIZES', 'PRODUCT_VQ', 'MOST_KEPT', 'VQ_ENCODE',
            'with_axes', 'calibrate_vecinfer', 'fit_tables', 'product_snippet', 'vq_encode']
 
 # %% ../../nbs/methods/vecinfer.ipynb #e99b35d5
-import functools
+import functools, warnings
 from dataclasses import dataclass
 from typing import Any
 import mlx.core as mx
@@ -94,7 +94,7 @@ def fit_codebook(rows:np.ndarray, # (N, d) sub-vectors
     return cast_finite(mx.array(kmeans(rows, 2**n_bits, seed, n_iters, init='samples')))
 
 # %% ../../nbs/methods/vecinfer.ipynb #626b85f6
-NOTHING = mx.zeros((0,)) # stands for a table that is not there yet
+NOTHING = mx.array([], mx.float32) # stands for a table that is not there yet; data, nothing that the thread of the import would have to compute
 class VQCodec(Codec):
     "Sub-vectors as indices into a codebook; the codebook is the last of the tables"
     names = ('codes',)
@@ -212,7 +212,7 @@ def with_axes(name, table)->mx.array|None: # (1, 1 or H, …)
 @patch
 def __init__(self:VecInferCache, config):
     config = layer_config(config)
-    self.given = {n: with_axes(n, getattr(config, n)) for n in TABLES}
+    self.take({n: getattr(config, n) for n in TABLES})
     super(VecInferCache, self).__init__(layer_config(config, **dict.fromkeys(TABLES)))
 @patch
 def bind(self:VecInferCache, layer:int, head_dim:int|None, *args, **kwargs):
@@ -223,7 +223,12 @@ def bind(self:VecInferCache, layer:int, head_dim:int|None, *args, **kwargs):
 def adopt(self:VecInferCache, arrays:dict, shape:tuple, key:str):
     "Calibrated tables are given ones"
     super(VecInferCache, self).adopt({}, shape, key)
-    self.given = {n: with_axes(n, arrays[n]) for n in TABLES}
+    self.take(arrays)
+@patch
+def take(self:VecInferCache, tables:dict): # name → array or None
+    "Keep given tables, computed: the cache may be used in another thread"
+    self.given = {n: with_axes(n, tables[n]) for n in TABLES}
+    mx.eval([o for o in self.given.values() if o is not None])
 
 # %% ../../nbs/methods/vecinfer.ipynb #5fa92db7
 @patch
@@ -324,6 +329,9 @@ def calibrate_vecinfer(model, # of mlx-lm, or a VLM with `language_model`
     shape = one_shape(rows)
     for field,dim in (('key_sub_dim', shape[1]), ('value_sub_dim', shape[2])): check_divides(field, getattr(o, field), dim)
     if shape[1]&(shape[1]-1): raise QuantizerConfigError(f"head_dim must be a power of 2 for vecinfer (got {shape[1]})")
+    n_tokens = sum(k.shape[1] for k,_ in next(iter(kept.values())))
+    for side,dim,d,b in (('keys', shape[1], o.key_sub_dim, o.key_codebook_bits), ('values', shape[2], o.value_sub_dim, o.value_codebook_bits)):
+        if (n_rows := shape[0]*n_tokens*dim//d)<2**b: warnings.warn(f"vecinfer: {n_rows} sub-vectors of {side} are few for {2**b} codewords, the others are noise; {-(-2**b*d//(shape[0]*dim))} tokens are the least", stacklevel=2)
     tables = {i: dict(zip(TABLES, fit_tables(peak[i], *(np.concatenate(side, axis=1) for side in zip(*kept[i])), o, seed, n_iters))) for i in progress(list(kept))}
     return layer_stack(tables, shape), model_facts(lm, shape, 'post', n, seed=seed, **{f: getattr(o, f) for f in SIZES})
 
