@@ -42,7 +42,7 @@ class Bench:
     def maker(self, model, method, budget, n):
         if method is None: return lambda: make_prompt_cache(model)
         fields = budget_of(method, budget, n)
-        return lambda: KVCacheBuilder.for_model(model, config_of(method, head_dim=None, **fields))
+        return lambda: KVCacheBuilder.for_model(model, config_of(method, **fields))
     def quality(self, method):
         a, cache = self.args, self.maker(self.model, method, self.args.budget, self.args.tokens)()
         found = continuation_nll(self.model, corpus_tokens(self.tokenizer, a.tokens), cache, a.tokens-a.tokens//8, chunk=1)
@@ -60,7 +60,9 @@ class Bench:
     def run(self):
         a = self.args
         mx.random.seed(0)
-        self.layers = type(self.model)(dataclasses.replace(self.model.args, num_hidden_layers=2, vocab_size=256))
+        fields = dict(num_hidden_layers=2, vocab_size=256)
+        if getattr(self.model.args, 'layer_types', None): fields['layer_types'] = self.model.args.layer_types[:2]
+        self.layers = type(self.model)(dataclasses.replace(self.model.args, **fields))
         with tqdm(total=(len(a.methods)+1)*len(a.only), unit='part', leave=False) as bar:
             for method in [None, *a.methods]:
                 row = dict(method=method or 'plain')

@@ -119,7 +119,8 @@ def test_caches_keep_the_same_rows(method, fields, dtype, layout):
         with use_backend(emulated(layout)):
             got = call(fused, at, at+n); mx.eval(got, fused.state)
         want = call(plain, at, at+n)
-        assert mx.abs((got-want).astype(mx.float32)).max()<(3e-2 if dtype==mx.bfloat16 else 3e-3)
+        got, want = got.astype(mx.float32), want.astype(mx.float32)
+        assert (mx.abs(got-want)/mx.maximum(mx.abs(want), 1)).max()<(2e-2 if dtype==mx.bfloat16 else 3e-3)
         assert mx.array_equal(fused.positions, plain.positions), at
         if plain.score is not None: assert mx.abs(fused.score-plain.score).max()<2e-2
         at += n

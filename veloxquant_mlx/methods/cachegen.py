@@ -194,23 +194,9 @@ def rans_rows(segments:list, # (head, rows, words of each stream (32,), states (
 # %% ../../nbs/methods/cachegen.ipynb #c2551b0d
 def decode_on_gpu(data:bytes, tables:np.ndarray, n:int, dim:int, n_words:int, borders:list)->tuple:
     "`decode_segments` by the kernel"
-    U, sizes, at, coded = len(tables), np.diff(borders), 0, []
-    packed, symbols, is_packed = np.zeros((U, n, n_words), np.uint32), np.zeros((U, n, dim), np.uint8), np.ones((U, len(sizes)), bool)
-    def take(dtype, k):
-        nonlocal at
-        at += np.dtype(dtype).itemsize*k
-        if at>len(data): raise CorruptBlobError(f"coded segments end after {len(data)} bytes, {at} are needed")
-        return np.frombuffer(data[:at], dtype, k, at-np.dtype(dtype).itemsize*k)
-    for u,s in np.ndindex(is_packed.shape):
-        mode, a, b = take('u1', 1)[0], borders[s], borders[s+1]
-        if mode==0: packed[u, a:b] = take('<u4', (b-a)*n_words).reshape(b-a, n_words)
-        elif mode==1:
-            counts, states = take('<u2', 32), take('<u4', 32)
-            coded.append((u, b-a, counts, states, take('<u2', int(counts.sum()))))
-            is_packed[u, s] = False
-        else: raise CorruptBlobError(f"a coded segment must have mode 0 or 1 (got {mode})")
-    if at!=len(data): raise CorruptBlobError(f"coded segments end after {at} bytes, there are {len(data)}")
-    if coded: symbols[np.repeat(~is_packed, sizes, axis=1)] = rans_rows(coded, tables, dim)
+    sizes, symbols = np.diff(borders), np.zeros((len(tables), n, dim), np.uint8)
+    packed, is_packed, coded = read_segments(data, len(tables), n, n_words, borders)
+    if coded: symbols[np.repeat(~is_packed, sizes, axis=1)] = rans_rows([(u, sizes[s], *rest) for u,s,*rest in coded], tables, dim)
     return symbols, packed, is_packed
 
 # %% ../../nbs/methods/cachegen.ipynb #de90acf5

@@ -12,8 +12,8 @@ Docs: https://example.github.io/veloxquant_mlx/ops/entropy.html.md"""
 
 # %% auto #0
 __all__ = ['TABLE_BITS', 'STATE_LOW', 'STREAMS', 'MAGIC', 'VERSION', 'CorruptBlobError', 'rans_tables', 'cross_entropy',
-           'rans_encode', 'rans_decode', 'encode_segments', 'decode_segments', 'deflate', 'inflate', 'byte_planes',
-           'join_planes', 'join_pieces', 'split_pieces', 'write_blob', 'read_blob']
+           'rans_encode', 'rans_decode', 'encode_segments', 'read_segments', 'decode_segments', 'deflate', 'inflate',
+           'byte_planes', 'join_planes', 'join_pieces', 'split_pieces', 'write_blob', 'read_blob']
 
 # %% ../../nbs/ops/entropy.ipynb #708d1ac8
 import json, struct, zlib
@@ -162,6 +162,29 @@ def encode_segments(symbols:np.ndarray, # (U, n, D) rows of U heads
     return b''.join(out)
 
 # %% ../../nbs/ops/entropy.ipynb #b31649b3
+def read_segments(data:bytes, # from `encode_segments`
+    n_heads:int, n:int, # heads, rows of a head
+    n_words:int, # words of a packed row, W
+    borders:list # as for `encode_segments`
+)->tuple: # words (U, n, W) uint32; (U, segments) bool: they hold the segment; of each coded one: head, segment, counts and states of its streams, words
+    "Where the segments lie, and those that are packed"
+    packed, is_packed, coded, at = np.zeros((n_heads, n, n_words), np.uint32), np.ones((n_heads, len(borders)-1), bool), [], 0
+    def take(dtype, k):
+        nonlocal at
+        at, a = at+np.dtype(dtype).itemsize*k, at
+        if at>len(data): raise CorruptBlobError(f"coded segments end after {len(data)} bytes, {at} are needed")
+        return np.frombuffer(data[a:at], dtype)
+    for u,s in np.ndindex(is_packed.shape):
+        a, b = borders[s:s+2]
+        mode, = take('u1', 1)
+        if mode==0: packed[u, a:b] = take('<u4', (b-a)*n_words).reshape(b-a, n_words)
+        elif mode==1:
+            counts, states = take('<u2', STREAMS).astype(np.int64), take('<u4', STREAMS)
+            coded.append((u, s, counts, states, take('<u2', int(counts.sum()))))
+            is_packed[u, s] = False
+        else: raise CorruptBlobError(f"a coded segment must have mode 0 or 1 (got {mode})")
+    if at!=len(data): raise CorruptBlobError(f"coded segments end after {at} bytes, there are {len(data)}")
+    return packed, is_packed, coded
 def decode_segments(data:bytes, # from `encode_segments`
     tables:np.ndarray, # (U, D or 1, A)
     n:int, # rows of a head
@@ -170,26 +193,14 @@ def decode_segments(data:bytes, # from `encode_segments`
     borders:list # as for `encode_segments`
 )->tuple: # symbols (U, n, D) uint8; words (U, n, W) uint32; (U, segments) bool: the words hold the segment
     "The segments of `encode_segments`: symbols of coded ones, words of packed ones"
-    U, sizes, at = len(tables), np.diff(borders), 0
-    n_seg, S = len(sizes), (U*len(sizes), STREAMS)
-    symbols, packed = np.zeros((U, n, dim), np.uint8), np.zeros((U, n, n_words), np.uint32)
-    states, counts, is_packed, words = np.full(S, STATE_LOW, np.uint32), np.zeros(S, np.int64), np.ones(S[0], bool), [b'']*S[0]
-    def take(k):
-        nonlocal at
-        if at+k>len(data): raise CorruptBlobError(f"coded segments end after {len(data)} bytes, {at+k} are needed")
-        at += k
-        return data[at-k:at]
-    for i in range(S[0]):
-        u, s = divmod(i, n_seg)
-        mode, = take(1)
-        if mode==0: packed[u, borders[s]:borders[s+1]] = np.frombuffer(take(4*sizes[s]*n_words), '<u4').reshape(-1, n_words)
-        elif mode==1:
-            is_packed[i], counts[i] = False, np.frombuffer(take(2*STREAMS), '<u2')
-            states[i] = np.frombuffer(take(4*STREAMS), '<u4')
-            words[i] = take(2*int(counts[i].sum()))
-        else: raise CorruptBlobError(f"a coded segment must have mode 0 or 1 (got {mode})")
-    if at!=len(data): raise CorruptBlobError(f"coded segments end after {at} bytes, there are {len(data)}")
-    flat, coded = tables.reshape(-1, tables.shape[-1]), ~is_packed
+    U, sizes = len(tables), np.diff(borders)
+    packed, is_packed, found = read_segments(data, U, n, n_words, borders)
+    n_seg, S, symbols = len(sizes), (U*len(sizes), STREAMS), np.zeros((U, n, dim), np.uint8)
+    states, counts, words = np.full(S, STATE_LOW, np.uint32), np.zeros(S, np.int64), [b'']*S[0]
+    for u,s,c,state,w in found:
+        i = u*n_seg+s
+        counts[i], states[i], words[i] = c, state, w.tobytes()
+    flat, coded = tables.reshape(-1, tables.shape[-1]), ~is_packed.ravel()
     starts = np.cumsum(counts, axis=1)-counts
     for m,streams in _groups(dim) if coded.any() else []:
         lengths, channels = _columns(sizes, U, m, streams)
@@ -199,7 +210,7 @@ def decode_segments(data:bytes, # from `encode_segments`
         found = rans_decode(states[:, streams].ravel(), k.ravel(), np.frombuffer(w, '<u2'), flat, which, lengths)
         found = found.reshape(-1, m, U, n_seg, len(streams)).transpose(2, 3, 0, 1, 4)
         for s,(a,b) in enumerate(zip(borders[:-1], borders[1:])): symbols[:, a:b, channels] = found[:, s, :b-a]
-    return symbols, packed, is_packed.reshape(U, n_seg)
+    return symbols, packed, is_packed
 
 # %% ../../nbs/ops/entropy.ipynb #9f51185a
 def deflate(data:bytes)->tuple: # mode, 2 if it is smaller, else 0; and the bytes
