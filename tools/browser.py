@@ -1,23 +1,19 @@
 "JupyterLab and a browser for scripts: what the browser tests and `make screenshots` share."
-import json, os, shutil, socket, subprocess, sys, time, urllib.request
+import os, shutil, socket, subprocess, sys, time, urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from veloxquant_mlx.cli import PANELS, panel_page
 
 root = Path(__file__).parents[1]
-PANELS = dict(selector='SelectorDashboard', schedule='BitScheduleDashboard', explorer='MethodExplorer') # of veloxquant_mlx.dashboards
 FLAGS = '--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync'.split()
 
 def chromium_path(): return next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-
-def one_cell(name): # a notebook with nothing but the panel
-    cell = dict(cell_type='code', id='panel', metadata={}, outputs=[], execution_count=None, source=f'from veloxquant_mlx.dashboards.{name} import {PANELS[name]}\n{PANELS[name]}()')
-    return json.dumps(dict(cells=[cell], metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python')), nbformat=4, nbformat_minor=5))
 
 @contextmanager
 def lab(home:Path): # an empty folder, which it writes into
     "JupyterLab with the panels and a copy of the tutorials; its address"
     shutil.copytree(root/'nbs/tutorials', home/'tutorials')
-    for n in PANELS: (home/f'{n}.ipynb').write_text(one_cell(n))
+    for n in PANELS: (home/f'{n}.ipynb').write_text(panel_page(n))
     settings = home/'settings/@jupyterlab/apputils-extension'
     settings.mkdir(parents=True)
     (settings/'notification.jupyterlab-settings').write_text('{"fetchNews":"false","checkForUpdates":false}') # its pop-up lies over the page

@@ -1,7 +1,8 @@
 "The dashboards in a real browser: in JupyterLab and in Voilà, with the keyboard, wide and narrow, light and dark."
-import re
+import os, re, signal, subprocess, sys, time, urllib.error, urllib.request
 import pytest
-from tools.browser import PANELS, chromium, chromium_path, drawn, lab, new_page, voila
+from veloxquant_mlx.cli import PANELS
+from tools.browser import chromium, chromium_path, drawn, lab, new_page, voila
 
 pytest.importorskip('playwright.sync_api', reason='playwright is not installed')
 pytestmark = pytest.mark.skipif(not chromium_path(), reason='no Chromium found: apt-get install chromium')
@@ -98,3 +99,25 @@ def test_a_newcomer_runs_the_first_tutorial(page, server):
     page.wait_for_function('document.querySelectorAll(".jp-OutputArea-output img").length>=1')
     assert page.locator('.jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback")').count()==0
     assert page.locator('.jp-OutputArea-output:has-text("Traceback (most recent call last)")').count()==0
+
+def test_the_command_asks_for_its_token():
+    "`veloxquant dashboard` serves the panels on this machine to who has the token"
+    process = subprocess.Popen([sys.executable, '-c', 'from veloxquant_mlx.cli import main; main()', 'dashboard', 'selector', '--no-browser', '--port', '8866'], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    try:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if found := re.search(r'(http://127\.0\.0\.1:\d+)(/voila/render/selector\.ipynb)\?(token=\w+)', line): break
+        else: raise AssertionError(''.join(seen))
+        host, path, token = found.groups()
+        time.sleep(1)
+        def status(url):
+            try:
+                with urllib.request.urlopen(url) as r: return r.status, 'login' in r.url
+            except urllib.error.HTTPError as e: return e.code, False
+        assert status(f'{host}{path}') in ((403, False), (200, True))
+        assert status(f'{host}/voila?{token}')==(200, False)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM) # the server is a child of the command
+        process.wait(30)
+        process.stderr.close()
