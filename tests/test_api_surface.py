@@ -1,4 +1,4 @@
-"The public names against the project's reference pages: whatever is not built yet is an expected failure with a name."
+"The public names against the project's reference pages."
 import ast, dataclasses, inspect, re, typing
 from pathlib import Path
 from typing import Any, Literal
@@ -9,8 +9,6 @@ from veloxquant_mlx.core.abstractions import ArtifactStore
 from veloxquant_mlx.core.fields import Options
 from veloxquant_mlx.engine.base import CompressedCache
 from veloxquant_mlx.engine.registry import methods
-
-MISSING_METHODS = [] # not built yet: an entry that has arrived makes its tests fail here
 
 # --- what the pages say
 
@@ -51,17 +49,9 @@ def test_the_pages_are_read_whole():
     assert set(SIGNATURE)==set(TYPES)=={*CORE, *SHARED, *OWNER} and list(SIGNATURE)==list(TYPES) and len(OWNER)==225-17-5
     assert set(METHODS)==set(ROWS) and list(FACTORY)==['create'] and len(BUILDER)==17 and [*BUILDER][-2:]==['build','for_model']
 
-def expected(names, owner=lambda o: o):
-    "One parameter a name; those of a method that is missing must fail, for as long as it is"
-    marks = lambda o: [pytest.mark.xfail(reason=f'{owner(o)} is not built yet', strict=True)] if owner(o) in MISSING_METHODS else []
-    return [pytest.param(o, marks=marks(o), id=o) for o in names]
-
-def test_what_is_missing_is_a_method_of_the_page():
-    assert len(set(MISSING_METHODS))==len(MISSING_METHODS) and set(MISSING_METHODS)<=set(METHODS)
-
 # --- methods
 
-@pytest.mark.parametrize('name', expected(METHODS))
+@pytest.mark.parametrize('name', METHODS)
 def test_method(name):
     "Registered as the table says"
     m, r = methods()[name], ROWS[name]
@@ -73,9 +63,9 @@ def test_method(name):
 def test_methods_come_in_order():
     "Those of the page first, in its order; methods that it does not know follow"
     known, names = [o for o in METHODS if o in methods()], list(methods())
-    assert names[:len(known)]==known and list(typing.get_args(fields['method'].type))==names
+    assert known==METHODS==names[:len(known)] and list(typing.get_args(fields['method'].type))==names
 
-@pytest.mark.parametrize('name', expected([o.method for o in ROWS.values() if o.standalone]))
+@pytest.mark.parametrize('name', [o.method for o in ROWS.values() if o.standalone])
 def test_standalone_method(name): assert name in STANDALONE_METHODS
 
 def test_standalone_methods():
@@ -87,7 +77,7 @@ def test_standalone_methods():
 fields = {f.name: f for f in dataclasses.fields(KVCacheConfig)}
 parameters = inspect.signature(KVCacheConfig).parameters
 
-@pytest.mark.parametrize('name', expected(SIGNATURE, OWNER.get))
+@pytest.mark.parametrize('name', SIGNATURE)
 def test_field(name):
     "Default, of the very type, and annotation"
     f, want = fields[name], DEFAULTS[name]
@@ -117,7 +107,7 @@ def test_positional_arguments():
 
 # --- options
 
-@pytest.mark.parametrize('name', expected(METHODS))
+@pytest.mark.parametrize('name', METHODS)
 def test_options(name):
     "The class of the table, with the fields it owns and those of the class it extends, as on the page"
     r = ROWS[name]
@@ -164,7 +154,7 @@ def test_builder_sets_the_fields():
         'enable_outlier_two_stream','enable_fused_query_dot','seed','capacity','sliding_window')}
     assert list(got.values())==[64, 4, 32, 3, 40, False, True, True, 7, 1000, 100] and c.method=='kivi'
 
-@pytest.mark.parametrize('name', expected(['turboquant_prod']))
+@pytest.mark.parametrize('name', ['turboquant_prod'])
 def test_example_of_the_page(name):
     code = re.search(r'^Example:\n\n(cache = \(.*?\n\))', page, re.M|re.S)[1]
     scope = dict(KVCacheBuilder=KVCacheBuilder)

@@ -3,7 +3,7 @@ import ast,json,re
 from graphlib import TopologicalSorter
 from pathlib import Path
 import pytest,yaml
-from veloxquant_mlx.engine.registry import get_method
+from veloxquant_mlx.engine.registry import get_method, methods
 
 root = Path(__file__).parent.parent
 nbs = sorted((root/'nbs').rglob('*.ipynb'))
@@ -51,6 +51,8 @@ def test_mirror(p):
 
 @pytest.mark.parametrize('p', sorted((root/'nbs/methods').glob('*.ipynb')), ids=lambda p: p.stem)
 def test_method_notebook(p): assert default_exp(p)==f'methods.{p.stem}'
+
+def test_every_method_has_a_notebook(): assert {p.stem for p in (root/'nbs/methods').glob('*.ipynb')}=={*methods()} and len(methods())==43
 
 @pytest.mark.parametrize('p', sorted((root/'nbs/methods').glob('*.ipynb')), ids=lambda p: p.stem)
 def test_anatomy(p):

@@ -351,12 +351,12 @@ def save_context(
     chat:Annotated[bool, typer.Option(help='The text stands in a chat, if the model has a template.')]=True):
     "Read a text once, compress it and save it. Then ask: veloxquant generate --context FILE --prompt QUESTION"
     if keep and method!='kvzip': raise QuantizerConfigError(f"--keep needs --method kvzip (got {method!r})")
-    safetensors_file(save), read_options(method, option or []) # errors before the model is loaded
+    safetensors_file(save)
+    given = read_options(method, option or []) # errors before the model is loaded
     lm, tokenizer = load_model(model)
     words = prompt_text(text.read_text())
-    config = config_of(method, **read_options(method, option or []))
-    if keep: config = replace(config, kvzip_budget=max(config.kvzip_n_sink+1, round(keep*len(tokenizer.encode(words)))))
-    caches = cache_maker(lm, config)()
+    if keep: given['kvzip_budget'] = max(config_of(method, **given).kvzip_n_sink+1, round(keep*len(tokenizer.encode(words))))
+    caches = cache_maker(lm, config_of(method, **given))()
     n = read_context(lm, tokenizer, words, caches, chat)
     typer.echo('\n'.join([f'Context   {n:,} tokens', *cache_text(caches)]), err=True)
     about = dict(veloxquant='context', chat='yes' if chat and tokenizer.has_chat_template else 'no')
