@@ -1,6 +1,6 @@
 """The model repeats its context once; pairs that the repetition looked at stay, for every question to come.
 
-A cache that is cut down for one question often lacks what the next one needs. KVzip asks no question at all. After a context has been read, the model is made to repeat it, word for word, and each cached pair of key and value is scored by the largest attention that any repeated token pays to it. What repetition needs is what the context holds. The pairs with the largest scores stay, over all layers and heads at once, so that a head which matters keeps many and another keeps next to none. The pass costs about as much as reading the context again; the result can be saved and serves any number of questions.
+A cache that is cut down for one question often lacks what the next one needs. KVzip asks no question at all. After a context has been read, the model is made to repeat it, word for word, and each cached pair of key and value is scored by the largest attention that any repeated token pays to it. What repetition needs is what the context holds. The pairs with the largest scores stay, over all layers and heads at once, so that a head which matters keeps many and another keeps next to none. The pass reads the context once more; the result can be saved and serves any number of questions.
 
 Paper: J.-H. Kim, J. Kim, S. Kwon et al., *KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction*, NeurIPS 2025, arXiv:2505.23416.
 
