@@ -179,3 +179,13 @@ def test_queries_are_needed_or_not(case):
     else:
         for i in range(3): c.update_and_fetch(x.k[:,:,i:i+1], x.v[:,:,i:i+1])
         assert c.offset==403 and c.size()<400
+
+@each
+def test_a_prompt_shorter_than_the_padding_of_a_row(case):
+    "Of one row there is nothing yet when the prompt of the others ends"
+    c, x = case.create(), rows(40, B=2)
+    c.left_padding = [0,9]
+    feed(c, x[:4])
+    outs = [call(c, x[i:i+1]) for i in range(4, 40)]
+    mx.eval(outs, c.state)
+    assert c.offset==40 and mx.isfinite(mx.concatenate(outs, axis=2)).all()

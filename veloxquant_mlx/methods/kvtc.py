@@ -253,7 +253,8 @@ class TransformCodec(StoredCodec):
     def unfit(self): self.basis = self.given
 
 # %% ../../nbs/methods/kvtc.ipynb #359d56c5
-def plan_table(plan:Plan)->mx.array: # (U, 3, r) uint8 and the components' columns: widths, begins; low and high byte
+def plan_table(plan:Plan)->mx.array: # (U, 2, r) uint16: widths, plus 32 where a group begins; columns
+    "A plan as an array"
     out = np.zeros((len(plan.groups), 2, plan.r), np.uint16)
     for u,groups in enumerate(plan.groups):
         at = 0

@@ -221,7 +221,7 @@ def ended(self:RocketKVCache):
     if self.config.rocketkv_compression_ratio==1: return
     if self._padding: # each row has a prompt of its own length
         empty = (self.pos[:, 0, :self.n]<0).sum(axis=-1).tolist()
-        self.pages = [Pages.of(self.keys[i:i+1, :, e:self.n], self.plan(self.offset-pad, self.n-e), e) for i,(e,pad) in enumerate(zip(empty, self._padding)) if e<self.n]
+        if max(empty)<self.n: self.pages = [Pages.of(self.keys[i:i+1, :, e:self.n], self.plan(self.offset-pad, self.n-e), e) for i,(e,pad) in enumerate(zip(empty, self._padding))] # a row without a token has no page, and all are read whole
     else: self.pages = [Pages.of(self.keys[:, :, :self.n], self.plan(self.offset, self.n))]
 @patch
 def parts(self:RocketKVCache)->list: # of (slice, `Pages`)

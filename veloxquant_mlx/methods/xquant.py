@@ -303,8 +303,12 @@ def share_error(self:XQuantCache)->dict: # side → share of the spread
 # %% ../../nbs/methods/xquant.ipynb #c6dbf521
 @patch
 def flush(self:XQuantCache):
-    "As the base; says once what the user should know"
-    super(XQuantCache, self).flush()
+    "As the base, but nothing is freed in the call that packed it; says once what the user should know"
+    if self.config.sliding_window is None: super(XQuantCache, self).flush()
+    else:
+        both = self.keys_stream, self.values_stream
+        for s in both: s.drop(self.offset-self.config.sliding_window+1)
+        for s in both: s.flush()
     if not self.rank: return
     c, error = self.coordinator, self.share_error
     if not self.config.xquant_residual_bits and max(error.values(), default=0)>1 and not c.told_error:

@@ -115,7 +115,7 @@ def keep_top_pairs(first:mx.array, second:mx.array, # (B, G, n) float, rows by a
     k:int, protected:mx.array=None # as for `keep_top`
 )->mx.array: # (B, G, k) int32, ascending
     "As `keep_top`, by the first score, then the second, then position"
-    x = float_order(first.astype(mx.float32)).astype(mx.int64)*2**32+float_order(second.astype(mx.float32)).astype(mx.int64)
+    x = mx.maximum(float_order(first.astype(mx.float32)), 1-2**31).astype(mx.int64)*2**32+float_order(second.astype(mx.float32)).astype(mx.int64) # NaN is the smallest key, and a negative second one would go beyond int64
     if protected is not None: x = mx.where(protected, 2**63-1, x)
     return mask_indices(top_mask(x[..., ::-1], k)[..., ::-1], k)
 
