@@ -165,6 +165,7 @@ class Plan:
         self.alone, self.place = table(self.widths==RAW, bool), table(self.owner, np.int32)
         self.there = table(np.arange(self.r)<np.array(list(map(len, kept)))[:, None], bool)
     n_words = property(lambda self: self.layout.n_words)
+    nbytes = property(lambda self: self.layout.nbytes+sum(o.nbytes for o in vars(self).values() if isinstance(o, mx.array)))
     def __deepcopy__(self, memo): return self
 
 # %% ../../nbs/methods/kvtc.ipynb #f42e0e9e
@@ -251,6 +252,7 @@ class TransformCodec(StoredCodec):
     def no_kernel(self): return 'codes of several widths and their scales lie in one row of bits'
     def frontier(self, n, block, lag): return super().frontier(n, block, lag) if self.basis else 0
     def unfit(self): self.basis = self.given
+    plan_nbytes = property(lambda self: self.basis.plan.nbytes if self.tables else 0) # of a plan that is this cache's own
 
 # %% ../../nbs/methods/kvtc.ipynb #359d56c5
 def plan_table(plan:Plan)->mx.array: # (U, 2, r) uint16: widths, plus 32 where a group begins; columns
@@ -709,9 +711,11 @@ def restore(self:KVTCCache, arrays:list, counts:list):
     super(KVTCCache, self).restore(arrays, counts)
     self._mend()
 @patch(as_prop=True)
-def nbytes(self:KVTCCache)->int: return StoredCache.nbytes.fget(self)+sum(o.buffer.nbytes for o in self.shared or [])
+def plan_nbytes(self:KVTCCache)->int: return sum(getattr(o.codec, 'plan_nbytes', 0) for o in (self.keys_stream, self.values_stream) if o)
 @patch(as_prop=True)
-def used_nbytes(self:KVTCCache)->int: return StoredCache.used_nbytes.fget(self)+sum(o.rows().nbytes for o in self.shared or [])
+def nbytes(self:KVTCCache)->int: return StoredCache.nbytes.fget(self)+sum(o.buffer.nbytes for o in self.shared or [])+self.plan_nbytes
+@patch(as_prop=True)
+def used_nbytes(self:KVTCCache)->int: return StoredCache.used_nbytes.fget(self)+sum(o.rows().nbytes for o in self.shared or [])+self.plan_nbytes
 
 # %% ../../nbs/methods/kvtc.ipynb #af7810b9
 @patch
@@ -756,4 +760,4 @@ def formula_nbytes(self:KVTCCache, T:int)->float:
         if self.of_model: row = 2*H*d+(0 if self.seat else 4*stream.codec.basis.plan.n_words)
         else: row = 4*stream.codec.basis.plan.n_words*(1 if stream.codec.by_layer else H) if n else 0
         total += B*(n*row+H*(T-n)*d*self.exact_itemsize)+sum(t.nbytes for t in stream.codec.tables)
-    return total
+    return total+self.plan_nbytes

@@ -77,6 +77,7 @@ class RowLayout:
         self.shift, self.back, self.over, self.mask = (array(o) for o in (shift, np.where(over, 32-shift, 0), over, 2**widths-1))
         border = np.stack([(word<w).sum(axis=1) for w in range(self.n_words+1)], axis=1) # codes that begin before a word
         self.word, self.next, self.border = array(self.word), array(self.next), array(border)
+    nbytes = property(lambda self: sum(o.nbytes for o in vars(self).values() if isinstance(o, mx.array)))
     def __deepcopy__(self, memo): return self
 
 # %% ../../nbs/ops/packing.ipynb #f8262152
