@@ -19,17 +19,14 @@ import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
 from matplotlib.figure import Figure
-from mlx_lm.models.cache import make_prompt_cache
 from ..cache.base import *
 from ..config.allocate import *
 from ..config.select import config_of, key_rows
 from ..core.errors import *
 from .panel import *
 from ..engine.registry import *
-from ..evaluate.compare import cache_maker, size_text
-from ..evaluate.corpus import corpus_tokens
-from ..evaluate.memory import memory_report
-from ..evaluate.quality import continuation_nll
+from ..engine.trial import random_rows
+from ..evaluate.compare import *
 
 # %% ../../nbs/dashboards/schedule.ipynb #e7000e25
 def uniform(sensitivities, avg_bits, choices, distortion)->list:
@@ -69,7 +66,7 @@ def width_bytes(method:str, n_bits:int, n_tokens:int, H:int, D:int)->float:
     "Bytes of one layer by the formula"
     cls = get_method(method).cache_class
     c = KVCacheFactory.create(config_of(method, D, dtype=mx.float16, **cls.width_fields(n_bits, D)))
-    x = mx.random.normal((1,H,1,D), key=mx.random.key(0)).astype(mx.float16)
+    x = random_rows(1, H, D)
     mx.eval(mx.fast.scaled_dot_product_attention(x, *c.update_and_fetch(x, x), scale=1., mask=None))
     return c.formula_nbytes(n_tokens)
 def schedule_bytes(method:str, bits:list, n_tokens:int, H:int, D:int # tokens, KV heads, head dimension
@@ -117,14 +114,11 @@ def read_schedule(text:str)->dict: # method, bit_width_inlier, sensitivities
 def measure_schedule(model, tokenizer, method:str, bits:list, # one a layer with attention
     n_tokens:int=512, # of the text, half of it the prompt
     progress:bool=True
-)->dict: # nll, change, used, fp16
-    "The likelihood of a text and the bytes of its cache"
-    text, half = corpus_tokens(tokenizer, n_tokens), n_tokens//2
-    base = continuation_nll(model, text, make_prompt_cache(model), half, progress=progress).nll
-    cache = cache_maker(model, config_of(method, key_rows(model)[0][1], bit_width_inlier=bits))()
-    nll = continuation_nll(model, text, cache, half, progress=progress).nll
-    size = memory_report(cache)
-    return dict(nll=nll, change=nll-base, used=size.used, fp16=size.fp16)
+)->Comparison:
+    "The likelihood of a text and the bytes of its cache, beside the plain cache"
+    config = config_of(method, key_rows(model)[0][1], bit_width_inlier=bits)
+    _, row = compare(model, tokenizer, dict(schedule=config), progress, tokens=n_tokens, needle_context=None, speed_context=None)
+    return row
 
 # %% ../../nbs/dashboards/schedule.ipynb #c110e7e3
 class BitScheduleDashboard(W.VBox):
@@ -212,4 +206,4 @@ def check(self:BitScheduleDashboard):
     "Read a text with the schedule"
     self.answer.value = say('…', 'answer')
     o = measure_schedule(self.model, self.tokenizer, self.method.value, self.bits, progress=False)
-    self.answer.value = say(f"measured: likelihood {o['change']:+.4f} nats a token, {size_text(o['used'])} of {size_text(o['fp16'])} in float16", 'answer')
+    self.answer.value = say(f"measured: likelihood {o.nll_change:+.4f} nats a token, {size_text(o.used)} of {size_text(o.fp16)} in float16", 'answer')
