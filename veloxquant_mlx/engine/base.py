@@ -70,6 +70,10 @@ def __init__(self:CompressedCache, config): # a `KVCacheConfig` or `LayerConfig`
     self._warning = None # to be given when the current update is complete
     self.kernels = kernels_on(self.config.use_metal_kernels, self.method)
     install()
+@patch
+def require_kernel(self:CompressedCache, why:str|None): # why there is none
+    "Raise if kernels are required and this cache has none"
+    if why and self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {why}")
 
 # %% ../../nbs/engine/base.ipynb #4fda181c
 @patch(cls_method=True)

@@ -37,7 +37,7 @@ def new_streams(self:QuantizedCache, key_dim:int, value_dim:int)->tuple:
     both = self.streams(key_dim, value_dim)
     reasons = [f"head dimension {d} is not a multiple of 8 up to 256" for d in (key_dim, value_dim) if d%8 or d>256]
     self.no_kernel = next((r for r in (*reasons, *(s.codec.no_kernel() for s in both)) if r), None) if self.kernels else 'kernels are off'
-    if self.no_kernel and self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {self.no_kernel}")
+    self.require_kernel(self.no_kernel)
     for s in both: s.codec.kernels = self.no_kernel is None
     return both
 

@@ -48,7 +48,7 @@ def __init__(self:SegmentedCache, config):
     self.tail = None # Rows of exact keys and of exact values
     self.begins, self.lengths, self.sizes = [], [], [] # of the segments: first position, tokens, rows of each class
     self.stored = None # for each class and for the whole: a list of Rows
-    if self.config.use_metal_kernels and self.no_kernel: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {self.no_kernel}")
+    self.require_kernel(self.no_kernel)
 
 # %% ../../nbs/engine/segments.ipynb #6de6b761
 @patch

@@ -574,7 +574,7 @@ def _check_kernel(self:PALUCache):
     "Ranks may turn out to be too large for the kernels"
     if self.no_kernel is not None: return
     self.no_kernel = next((r for r in (s.codec.no_kernel() for s in (self.keys_stream, self.values_stream)) if r), None)
-    if self.no_kernel and self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: palu has no GPU kernel here: {self.no_kernel}")
+    self.require_kernel(self.no_kernel)
 @patch
 def _fused(self:PALUCache, queries, scale, mask, sinks, lo, live)->mx.array:
     "Kernels for a few queries; a prompt's many are matrix products"

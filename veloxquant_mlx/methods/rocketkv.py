@@ -262,9 +262,13 @@ def find(self:RocketKVCache, part:slice, pages:Pages, queries:mx.array, scale:fl
 def attention(self:RocketKVCache, queries:mx.array, scale:float, mask, sinks)->mx.array: # (B, H_q, L, D_v)
     "Attention over all stored rows, or, in a step, over those that it chooses"
     if not self.sparse(queries): return super(RocketKVCache, self).attention(queries, scale, mask, sinks)
-    mask = self.visible(mask, queries)
-    if mask is not None: mask = mask.reshape(*(1,)*(4-mask.ndim), *mask.shape)
+    mask = self.asked(mask, queries)
     return mx.concatenate([self.read(part, self.find(part, pages, queries, scale, mask), queries, scale, mask, sinks) for part,pages in self.parts()])
+@patch
+def asked(self:RocketKVCache, mask, queries:mx.array): # None or (.., .., 1, n)
+    "The mask of a step over the stored rows, with four axes"
+    mask = self.visible(mask, queries)
+    return mask if mask is None else mask.reshape(*(1,)*(4-mask.ndim), *mask.shape)
 @patch
 def read(self:RocketKVCache, part:slice, at:mx.array, queries:mx.array, scale:float, mask, sinks)->mx.array: # (b, H_q, 1, D_v)
     "Exact attention over rows `at` (b, H, k) of each head"
@@ -282,8 +286,7 @@ def chosen(self:RocketKVCache, queries:mx.array, # (B, H_q, 1, D)
 )->mx.array|None: # (B, H, n) bool, in the order of the stored rows; None: all of them
     "The rows that the step reads which has just been stored"
     if not self.sparse(queries): return None
-    mask = self.visible(mask, queries)
-    if mask is not None: mask = mask.reshape(*(1,)*(4-mask.ndim), *mask.shape)
+    mask = self.asked(mask, queries)
     found = [self.find(part, pages, queries, scale, mask) for part,pages in self.parts()]
     return mx.concatenate([(mx.arange(self.n)==at[..., None]).any(axis=2) for at in found])
 

@@ -127,7 +127,7 @@ def __init__(self:XKVCache, config):
     self.raw, self.origin = None, 0 # Rows of exact keys and values; position of the first stored token
     self.own = [] # segments, in the first layer of a group
     self.told = False # that factors would be larger than rows
-    if self.config.use_metal_kernels: raise RuntimeError(f"use_metal_kernels=True: {self.method} has no GPU kernel here: {NO_KERNEL}")
+    self.require_kernel(NO_KERNEL)
 @patch
 def details(self:XKVCache)->str:
     "As the base, and where kernels are on, that there are none"
